@@ -1,0 +1,1 @@
+"""Checkpoints: read lazily, written atomically, verified after writing."""

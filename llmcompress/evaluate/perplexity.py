@@ -1,0 +1,72 @@
+"""Perplexity by the standard protocol: one token stream, windows that don't overlap, mean over predicted tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from llmcompress.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """value over `windows` windows of `seq_len` tokens of `source`, in each of which seq_len - 1 are predicted."""
+
+    value: float
+    source: str
+    seq_len: int
+    windows: int
+
+
+def window_tokens(source: str, tokenizer, seq_len: int, max_windows: int | None = None) -> torch.Tensor:
+    """Token ids, int64 (windows, seq_len), of a text file or `wikitext2`. Raises BadInput.
+
+    The whole text is one string, tokenised once with the tokenizer's own special tokens; a last part shorter than
+    seq_len is left out.
+    """
+    text = read_text(source)
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+    count = len(ids) // seq_len
+    if count == 0:
+        raise BadInput(f"{source} holds {len(ids)} tokens, fewer than one window of {seq_len}; lower --seq-len.")
+    return ids[: count * seq_len].view(count, seq_len)[:max_windows]
+
+
+def read_text(source: str) -> str:
+    path = Path(source)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{source} is not UTF-8 text: {error}") from error
+    if source != "wikitext2":
+        raise BadInput(f"--perplexity {source}: no such file; give a text file or wikitext2.")
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+    except Exception as error:  # datasets raises many unrelated types for "not there" and "no network"
+        raise BadInput(f"wikitext2 can't be fetched from the hub ({type(error).__name__}); give a text file.") from error
+    return "\n\n".join(rows["text"])
+
+
+@torch.no_grad()
+def perplexity(
+    model, windows: torch.Tensor, source: str = "", on_window: Callable[[int, int], None] = lambda done, total: None
+) -> Perplexity:
+    """exp of the mean next-token cross-entropy, float32, of `windows` (count, seq_len) under a causal LM."""
+    device = next(model.parameters()).device
+    total = 0.0
+    for number, window in enumerate(windows):
+        ids = window[None].to(device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        total += float(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        on_window(number + 1, len(windows))
+    mean = total / (windows.shape[0] * (windows.shape[1] - 1))
+    value = math.exp(mean) if mean < 700 else math.inf
+    return Perplexity(value, source, windows.shape[1], len(windows))

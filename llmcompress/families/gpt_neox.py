@@ -1,0 +1,15 @@
+"""GPT-NeoX and Pythia: fused query-key-value, attention and FFN in parallel on most checkpoints."""
+
+from llmcompress.families import Family
+
+FAMILY = Family(
+    name="gpt_neox",
+    model_types=("gpt_neox",),
+    layers="gpt_neox.layers",
+    groups=(
+        ("attention.query_key_value",),
+        ("attention.dense",),
+        ("mlp.dense_h_to_4h",),
+        ("mlp.dense_4h_to_h",),
+    ),
+)
