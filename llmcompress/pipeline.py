@@ -25,6 +25,7 @@ from llmcompress.checkpoint.skeleton import Skeleton
 from llmcompress.checkpoint.source import Source, open_source
 from llmcompress.checkpoint.verify import verify
 from llmcompress.clock import Clock
+from llmcompress.device import available_memory, pick_device
 from llmcompress.errors import BadInput, NumericalFailure
 from llmcompress.evaluate.stream import Forward
 
@@ -41,6 +42,7 @@ class Result:
     """What a run did. `layers` holds one dict per decoder layer, `totals` what was counted in the written files."""
 
     out: Path
+    pattern: str
     layers: list[dict[str, Any]] = field(default_factory=list)
     totals: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -138,7 +140,7 @@ class Run:
         try:
             with self.clock("I/O"):
                 digest = self.source.check(lambda done, total: self.on_event("check", {"done": done, "total": total}))
-            result = Result(output.target)
+            result = Result(output.target, str(self.pattern))
             self._layers(batches, output, result)
             with self.clock("I/O"):
                 self._other_tensors(output)
@@ -160,15 +162,8 @@ class Run:
         if not self.method.NEEDS:
             return []
         with self.clock("tokens"):
-            from llmcompress.calibration.sample import sample_from
-
-            calibration = self.calibration
-            longest = getattr(self.source.config, "max_position_embeddings", None)
-            if longest and calibration.seq_len > longest:
-                raise BadInput(f"--seq-len {calibration.seq_len} is longer than the model's {longest} positions.")
-            tokenizer = None if calibration.source == "self" else self.source.tokenizer()
-            self.tokens = calibration.tokens(tokenizer, lambda: sample_from(self.source, calibration, self.device))
-        return list(self.tokens.split(max(1, BATCH_TOKENS // calibration.seq_len)))
+            self.tokens = draw_tokens(self.source, self.calibration, self.device)
+        return list(self.tokens.split(max(1, BATCH_TOKENS // self.tokens.shape[1])))
 
     def _layers(self, batches: list[torch.Tensor], output: Output, result: Result) -> None:
         skeleton = self.skeleton
@@ -183,7 +178,8 @@ class Run:
             calls = [by_shape[tuple(ids.shape)] for ids in batches]
         dense_hidden = hidden
         count = len(skeleton.layers)
-        self.on_event("start", {"layers": count, "pattern": str(self.pattern), "method": self.method_name})
+        removed = float(self.pattern.share)
+        self.on_event("start", {"method": self.method_name, "pattern": str(self.pattern), "removed": removed})
         for i in range(count):
             begun = time.time()
             with self.clock("I/O"):
@@ -280,7 +276,7 @@ class Run:
     def _manifest(self, result: Result, digest: str, batches: list[torch.Tensor]) -> dict[str, Any]:
         calibration = None
         if batches:
-            calibration = {**asdict(self.calibration), "tokens_sha256": fingerprint(self.tokens)}
+            calibration = {**self.calibration.facts(), "tokens_sha256": fingerprint(self.tokens)}
         return {
             "format": 1,
             "recipe": {
@@ -308,26 +304,15 @@ class Run:
         }
 
 
-def pick_device(name: str) -> str:
-    """`auto` to a device that is there. Raises BadInput."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise BadInput(f"--device {name}: use cpu, cuda, cuda:N or auto.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BadInput(f"--device {name}: torch sees no GPU here; use cpu.")
-    return name
+def draw_tokens(source: Source, calibration: Calibration, device: str = "cpu") -> torch.Tensor:
+    """Calibration token ids for a model, int64 (samples, seq_len). Raises BadInput."""
+    from llmcompress.calibration.sample import sample_from
 
-
-def available_memory() -> int:
-    """Bytes that can be taken without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    longest = getattr(source.config, "max_position_embeddings", None)
+    if longest and calibration.seq_len > longest:
+        raise BadInput(f"--seq-len {calibration.seq_len} is longer than the model's {longest} positions.")
+    tokenizer = None if calibration.source == "self" else source.tokenizer()
+    return calibration.tokens(tokenizer, lambda: sample_from(source, calibration, device))
 
 
 def share_of_zeros(layer: nn.Module, names: Iterable[str]) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ class Calibration:
     source: a .txt, .jsonl or .parquet file, `c4`, `wikitext2`, a hub data set `OWNER/NAME[:config]`, or `self`.
     samples: blocks of seq_len tokens, no padding, so that nothing but text enters the statistics.
     text_field: the column that holds the text of a .jsonl, .parquet or hub row.
+    ids: the tokens themselves, int64 (samples, seq_len), when they have been drawn already; see `drawn`.
     """
 
     source: str
@@ -37,6 +40,7 @@ class Calibration:
     seq_len: int = 2048
     seed: int = 0
     text_field: str = "text"
+    ids: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
         for name, least in (("samples", 1), ("seq_len", 8)):
@@ -46,6 +50,8 @@ class Calibration:
 
     def tokens(self, tokenizer, sample: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Token ids, int64 (samples, seq_len). `sample` gives them for `self`. Raises BadInput."""
+        if self.ids is not None:
+            return self.ids
         if self.source == "self":
             return sample()
         import torch
@@ -68,6 +74,14 @@ class Calibration:
         order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(self.seed))
         chosen = blocks[order[: self.samples]]
         return torch.cat([torch.tensor(first).long().expand(len(chosen), -1), chosen], dim=1)
+
+    def drawn(self, ids: torch.Tensor) -> Calibration:
+        """The same calibration with its tokens at hand, for several runs on one draw."""
+        return replace(self, ids=ids)
+
+    def facts(self) -> dict[str, str | int]:
+        """Settings for a report."""
+        return {name: getattr(self, name) for name in ("source", "samples", "seq_len", "seed", "text_field")}
 
 
 def starts_with_bos(tokenizer) -> bool:
@@ -160,3 +174,24 @@ def hub_rows(source: str, text_field: str) -> Iterator[str]:
             f"calibration {source!r} is no file here and can't be streamed from the hub ({reason}); give a local "
             ".txt, .jsonl or .parquet file, or 'self'."
         ) from error
+
+
+def hub_reachable() -> bool:
+    """Whether the hub answers within three seconds; never tried when HF_HUB_OFFLINE is set."""
+    import huggingface_hub.constants as hub
+
+    if hub.HF_HUB_OFFLINE:
+        return False
+    request = urllib.request.Request(hub.ENDPOINT, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=3):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+
+
+def default_source() -> str:
+    """c4, the field's habit, when it can be streamed; else text from the model itself."""
+    return "c4" if hub_reachable() else "self"

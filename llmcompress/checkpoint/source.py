@@ -81,9 +81,7 @@ class Source:
                 for name in shard.keys():  # noqa: SIM118: a safetensors handle is no dict
                     tensor = shard.get_tensor(name)
                     if tensor.is_floating_point() and not tensor.isfinite().all():
-                        raise BadInput(
-                            f"tensor {name} of {path.name} holds NaN or Inf; repair or download it again."
-                        )
+                        raise BadInput(f"tensor {name} of {path.name} holds NaN or Inf; repair or download it again.")
             on_file(number + 1, len(shards))
         return digest.hexdigest()
 

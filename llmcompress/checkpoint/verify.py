@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llmcompress.checkpoint.skeleton import Skeleton
-from llmcompress.checkpoint.source import Source, open_folder
+from llmcompress.checkpoint.source import open_folder
 from llmcompress.errors import CorruptOutput
 from llmcompress.evaluate.stream import Forward
 from llmcompress.sparsity import Pattern

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from llmcompress.checkpoint.load import load
+from llmcompress.checkpoint.source import open_source
+from llmcompress.device import pick_device
 from llmcompress.errors import BadInput
 
 
@@ -51,7 +54,9 @@ def read_text(source: str) -> str:
     try:
         rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
     except Exception as error:  # datasets raises many unrelated types for "not there" and "no network"
-        raise BadInput(f"wikitext2 can't be fetched from the hub ({type(error).__name__}); give a text file.") from error
+        raise BadInput(
+            f"wikitext2 can't be fetched from the hub ({type(error).__name__}); give a text file."
+        ) from error
     return "\n\n".join(rows["text"])
 
 
@@ -70,3 +75,17 @@ def perplexity(
     mean = total / (windows.shape[0] * (windows.shape[1] - 1))
     value = math.exp(mean) if mean < 700 else math.inf
     return Perplexity(value, source, windows.shape[1], len(windows))
+
+
+def evaluate_perplexity(
+    model: str, source: str, seq_len: int, max_windows: int | None, device: str, trust_remote_code: bool,
+    on_event: Callable[[str, dict], None] = lambda kind, data: None,
+) -> Perplexity:  # fmt: skip
+    """Perplexity of the checkpoint `model` on a text file or `wikitext2`. Raises BadInput."""
+    opened = open_source(model, trust_remote_code)
+    longest = getattr(opened.config, "max_position_embeddings", None)
+    if seq_len < 2 or (longest and seq_len > longest):
+        raise BadInput(f"--seq-len {seq_len}: use 2 to {longest or 'any number of'} tokens for this model.")
+    windows = window_tokens(source, opened.tokenizer(), seq_len, max_windows)
+    loaded = load(opened.folder, pick_device(device), trust_remote_code)
+    return perplexity(loaded, windows, source, lambda done, total: on_event("evaluate", {"done": done, "total": total}))

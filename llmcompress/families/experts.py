@@ -42,10 +42,7 @@ class SplitExperts(nn.Module):
         chosen = [torch.where(top_k_index == e) for e in range(len(self.gate_up))]
         inputs = [Routed(hidden_states[token], token) for token, _ in chosen]
         halves = [gate_up.chunk(2, dim=-1) for gate_up in self.gate_up(inputs)]
-        inner = [
-            Routed(self.act_fn(gate) * up, token)
-            for (gate, up), (token, _) in zip(halves, chosen, strict=True)
-        ]
+        inner = [Routed(self.act_fn(gate) * up, token) for (gate, up), (token, _) in zip(halves, chosen, strict=True)]
         total = torch.zeros_like(hidden_states)
         for out, (token, slot) in zip(self.down(inner), chosen, strict=True):
             total.index_add_(0, token, (out * top_k_weights[token, slot, None]).to(total.dtype))

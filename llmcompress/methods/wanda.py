@@ -19,9 +19,7 @@ ERROR_CORRECTION = "off"
 
 @dataclass(frozen=True)
 class Options:
-    scope: str = option(
-        "row", "unstructured only: weights compete in their row or matrix", choices=("row", "matrix")
-    )
+    scope: str = option("row", "unstructured only: weights compete in their row or matrix", choices=("row", "matrix"))
 
     __post_init__ = validate
 
