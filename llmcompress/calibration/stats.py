@@ -27,8 +27,8 @@ def symmetric(total: torch.Tensor) -> torch.Tensor:
 class Statistics:
     """Sums over calibration tokens for one input of width n, in float32.
 
-    needs: which of "norms" (sum of squares of each column, (n,)), "gram" (H = X*^T X*), "cross" (A = X^T X* and
-    G = X^T X) are kept. X are the dense layer's inputs, X* those of the layer as compressed so far, both
+    needs: which of "norms" (sum of squares of each column, (n,)), "gram" (H = X*^T X*), "cross" (A = X^T X*) are
+    kept. X are the dense layer's inputs, X* those of the layer as compressed so far, both
     (tokens, n); with a single stream X = X*.
     sample: the first batch's (X, X*), for measuring errors on real tokens.
     """
@@ -54,9 +54,7 @@ class Statistics:
         if "gram" in self.needs:
             add_gram(self._sum("gram", (x.shape[1], x.shape[1])), x)
         if "cross" in self.needs and not same:
-            xd = dense.float()
-            self._sum("cross", (x.shape[1], x.shape[1])).addmm_(xd.T, x)
-            add_gram(self._sum("dense", (x.shape[1], x.shape[1])), xd)
+            self._sum("cross", (x.shape[1], x.shape[1])).addmm_(dense.float().T, x)
 
     def _sum(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self.sums:
@@ -80,11 +78,6 @@ class Statistics:
     def cross(self) -> torch.Tensor:
         """A = X^T X*, (n, n); H itself when both streams are one."""
         return self.gram if self.same else self.sums["cross"]
-
-    @property
-    def dense_gram(self) -> torch.Tensor:
-        """G = X^T X, (n, n); H itself when both streams are one."""
-        return self.gram if self.same else self._whole("dense")
 
     def _whole(self, name: str) -> torch.Tensor:
         key = f"whole {name}"

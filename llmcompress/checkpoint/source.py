@@ -78,7 +78,7 @@ class Source:
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
             with open_shard(path) as shard:
-                for name in shard.keys():  # noqa: SIM118: a safetensors handle is no dict
+                for name in list(shard.keys()):
                     tensor = shard.get_tensor(name)
                     if tensor.is_floating_point() and not tensor.isfinite().all():
                         raise BadInput(f"tensor {name} of {path.name} holds NaN or Inf; repair or download it again.")

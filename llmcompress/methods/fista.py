@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmcompress.methods import option, validate
+from llmcompress.sparsity import Unstructured
 
 if TYPE_CHECKING:
     import torch
 
 NEEDS = frozenset({"gram", "cross"})
+DAMP = 1e-4
+# The bracket for lambda and its first value, as shares of the lambda above which a row is all zero.
+LOWEST, FIRST = 1e-6, 1e-3
 ERROR_CORRECTION = "sequential"
 
 
@@ -29,6 +33,7 @@ class Options:
     scope: str = option(
         "matrix", "unstructured only: weights compete in their row or matrix", choices=("row", "matrix")
     )
+    scale: bool = option(True, "scale columns to unit input energy, so that the L1 norm weighs what a weight does")
     ridge: float = option(0.1, "pull towards the dense weights, in units of each input's energy", least=0.0, most=1e3)
     refit: bool = option(True, "solve the surviving weights again on the final mask")
     refit_steps: int = option(30, "conjugate gradient steps of the refit", least=1, most=10_000)
@@ -40,60 +45,72 @@ class Options:
 class Problem:
     """min_V v H v^T - 2 v c^T per row, in columns scaled to unit input energy.
 
-    gram H (n, n), target C (m, n), energy (m,) float64: the constant that makes the objective a squared error,
+    gram H (n, n), target C (m, n), best W' (m, n): the minimiser without a pattern, what error correction aims at;
     rows: matrix sizes m_i, sum m.
     """
 
     gram: torch.Tensor
     target: torch.Tensor
-    energy: torch.Tensor
+    best: torch.Tensor
+    factor: torch.Tensor
     rows: list[int]
+    floor: torch.Tensor
 
     def errors(self, value: torch.Tensor) -> torch.Tensor:
+        """Squared error of each row beyond what no choice of weights can avoid, (m,) float64."""
         from llmcompress.solvers.fista import squared_errors
 
-        return squared_errors(value, self.gram, self.target, self.energy)
+        return squared_errors(value, self.gram, self.target, self.floor)
 
 
 def prune(weights: dict[str, torch.Tensor], stats, pattern, options: Options, clock) -> dict[str, torch.Tensor]:
-    """weights: (m_i, n) each; stats.gram H, stats.cross A, stats.dense_gram G, all (n, n)."""
+    """weights: (m_i, n) each; stats.gram H and stats.cross A, (n, n)."""
     import torch
 
-    from llmcompress.solvers.fista import energy
     from llmcompress.solvers.refit import masked_refit
 
-    rows = [len(w) for w in weights.values()]
     dense = torch.cat(list(weights.values()))  # (m, n)
-    gram = stats.gram
-    diagonal = gram.diagonal()
-    scale = torch.where(diagonal > 0, diagonal.sqrt(), 1.0)
-    scaled = dense * scale
-    unit = gram / scale / scale[:, None]
-    target = dense @ stats.cross / scale
-    constant = energy(dense, stats.dense_gram)
-    # The pull adds ridge * ||v - w||^2 in scaled columns: a diagonal to H, a multiple of W to C.
-    unit.diagonal().add_(options.ridge)
-    problem = Problem(unit, target + options.ridge * scaled, constant + options.ridge * scaled.square().sum(1), rows)
-    value = warm_start(problem, scaled, pattern, options)
-    value = search(problem, value, pattern, options)
+    diagonal = stats.gram.diagonal()
+    energy = diagonal if options.scale else diagonal.mean().expand_as(diagonal)
+    scale = torch.where(energy > 0, energy.sqrt(), 1.0)
+    problem = scaled_problem(dense, stats, scale, options.ridge, [len(w) for w in weights.values()])
+    value = search(problem, *warm_start(problem, dense, scale, pattern, options), pattern, options)
     if options.refit:
-        value = masked_refit(problem.gram, problem.target, value, value != 0, steps=options.refit_steps)
-    return dict(zip(weights, (value / scale).split(rows), strict=True))
+        with clock("refit"):
+            value = masked_refit(problem.gram, problem.target, value, value != 0, steps=options.refit_steps)
+    return dict(zip(weights, (value / scale).split(problem.rows), strict=True))
 
 
-def warm_start(problem: Problem, scaled: torch.Tensor, pattern, options: Options) -> torch.Tensor:
-    """A matrix (m, n) in the pattern. SparseGPT aims at the dense output, the others start from the dense weights."""
+def scaled_problem(dense: torch.Tensor, stats, scale: torch.Tensor, ridge: float, rows: list[int]) -> Problem:
+    """The objective for weights times `scale` (n,). The pull adds ridge ||v - w||^2: a diagonal to H, w to C."""
     import torch
 
-    from llmcompress.solvers.obs import inverse_factor, sparsegpt
+    from llmcompress.solvers.obs import inverse_factor
+
+    gram = stats.gram / scale / scale[:, None]
+    target = dense @ stats.cross / scale
+    gram.diagonal().add_(ridge)
+    target += ridge * dense * scale
+    factor = inverse_factor(gram, DAMP)
+    best = target @ factor.T @ factor
+    floor = (best * (2 * target - best @ gram)).sum(1, dtype=torch.float64)
+    return Problem(gram, target, best, factor, rows, floor)
+
+
+def warm_start(problem: Problem, dense: torch.Tensor, scale: torch.Tensor, pattern, options: Options):
+    """Where FISTA starts and the rounded matrix that it must beat, both (m, n); the same unless it starts dense."""
+    import torch
+
+    from llmcompress.solvers.obs import sparsegpt
 
     if options.warm_start == "sparsegpt":
-        # With W' = C H^-1 the objective is (V - W') H (V - W')^T plus a constant: SparseGPT's own problem.
-        factor = inverse_factor(problem.gram, 0.01)
-        best = torch.cholesky_solve(problem.target.T, factor.flip(0, 1), upper=False) if False else None
-        best = problem.target @ factor.T @ factor
-        return torch.cat(sparsegpt(list(best.split(problem.rows)), factor, pattern))
-    return round_to(scaled, scaled.abs(), problem.rows, pattern, options.scope)
+        # The objective is (v - w') H (v - w')^T plus a constant: SparseGPT's own problem, for W' in place of W.
+        value = torch.cat(sparsegpt(list(problem.best.split(problem.rows)), problem.factor, pattern))
+        return value, value
+    scaled = dense * scale
+    score = scaled if options.warm_start == "wanda" else dense
+    rounded = round_to(scaled, score.abs(), problem.rows, pattern, options.scope)
+    return (scaled if options.warm_start == "dense" else rounded), rounded
 
 
 def round_to(value: torch.Tensor, score: torch.Tensor, rows: list[int], pattern, scope: str) -> torch.Tensor:
@@ -104,30 +121,39 @@ def round_to(value: torch.Tensor, score: torch.Tensor, rows: list[int], pattern,
     return value.masked_fill(~keep, 0.0)
 
 
-def search(problem: Problem, start: torch.Tensor, pattern, options: Options) -> torch.Tensor:
-    """The best rounded matrix (m, n) found; row by row never worse than `start`."""
+def search(problem: Problem, start: torch.Tensor, rounded: torch.Tensor, pattern, options: Options) -> torch.Tensor:
+    """The best rounded matrix (m, n) found, never worse than `rounded`: row by row where rows are independent."""
     import torch
 
     from llmcompress.solvers.fista import fista, lambda_max, lipschitz
 
-    best, best_error = start, problem.errors(start)
+    coupled = isinstance(pattern, Unstructured) and options.scope == "matrix"
+
+    def pooled(errors: torch.Tensor) -> torch.Tensor:
+        # Rows that compete for one count of zeros can only be accepted together.
+        if not coupled:
+            return errors
+        return torch.cat([part.sum().expand(len(part)) for part in errors.split(problem.rows)])
+
+    best, best_error = rounded, pooled(problem.errors(rounded))
     bound = lipschitz(problem.gram)
     high = lambda_max(problem.target)
-    low = high * 1e-6
-    penalty = high * 1e-3
+    low, penalty = high * LOWEST, high * FIRST
     idle = 0
     for _ in range(options.rounds):
-        value = fista(problem.gram, problem.target, best, penalty, bound, options.iterations)
+        value = fista(problem.gram, problem.target, start, penalty, bound, options.iterations)
         rounded = round_to(value, value.abs(), problem.rows, pattern, options.scope)
-        error, unrounded = problem.errors(rounded), problem.errors(value)
+        error, unrounded = pooled(problem.errors(rounded)), pooled(problem.errors(value))
         better = error < best_error
         best = torch.where(better[:, None], rounded, best)
         best_error = torch.where(better, error, best_error)
+        start = best
         idle = 0 if better.any() else idle + 1
         if idle >= options.patience:
             break
-        rounding = 1 - (unrounded / error.clamp(min=1e-300)).sqrt()
-        raise_it = (rounding > options.xi)[:, None]
-        low, high = torch.where(raise_it, penalty, low), torch.where(raise_it, high, penalty)
+        share = 1 - (unrounded / error.clamp(min=1e-300)).sqrt()
+        rounding_dominates = (share > options.xi)[:, None]
+        low = torch.where(rounding_dominates, penalty, low)
+        high = torch.where(rounding_dominates, high, penalty)
         penalty = (low * high).sqrt()
     return best
