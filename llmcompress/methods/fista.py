@@ -36,7 +36,7 @@ class Options:
     scale: bool = option(True, "scale columns to unit input energy, so that the L1 norm weighs what a weight does")
     ridge: float = option(0.1, "pull towards the dense weights, in units of each input's energy", least=0.0, most=1e3)
     refit: bool = option(True, "solve the surviving weights again on the final mask")
-    refit_steps: int = option(30, "conjugate gradient steps of the refit", least=1, most=10_000)
+    refit_steps: int = option(15, "conjugate gradient steps of the refit", least=1, most=10_000)
 
     __post_init__ = validate
 
