@@ -19,9 +19,13 @@ def add_gram(total: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def symmetric(total: torch.Tensor) -> torch.Tensor:
-    """The whole of a matrix whose lower half is given."""
-    lower = total.tril()
-    return lower + lower.tril(-1).T
+    """Fills the upper half of a matrix whose blocks on and below the diagonal are given, in place."""
+    for start in range(0, len(total), BLOCK):
+        end = start + BLOCK
+        square = total[start:end, start:end]
+        square.copy_(square.tril() + square.tril(-1).T)
+        total[:start, start:end] = total[start:end, :start].T
+    return total
 
 
 class Statistics:

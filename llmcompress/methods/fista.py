@@ -7,6 +7,7 @@ columns scaled to unit input energy, lambda per row, a pull towards the dense we
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 NEEDS = frozenset({"gram", "cross"})
 DAMP = 1e-4
+# Weights solved at once where rows are independent: large enough for fast products, 64 MB in float32.
+BLOCK = 2**24
 # The bracket for lambda and its first value, as shares of the lambda above which a row is all zero.
 LOWEST, FIRST = 1e-6, 1e-3
 ERROR_CORRECTION = "sequential"
@@ -43,18 +46,19 @@ class Options:
 
 @dataclass(frozen=True)
 class Problem:
-    """min_V v H v^T - 2 v c^T per row, in columns scaled to unit input energy.
+    """min_V v H v^T - 2 v c^T for each row of a block, in columns scaled to unit input energy.
 
     gram H (n, n), target C (m, n), best W' (m, n): the minimiser without a pattern, what error correction aims at;
-    rows: matrix sizes m_i, sum m.
+    factor (n, n): its inverse's, bound: at least the largest eigenvalue of H, rows: matrix sizes m_i, sum m.
     """
 
     gram: torch.Tensor
+    factor: torch.Tensor
+    bound: float
     target: torch.Tensor
     best: torch.Tensor
-    factor: torch.Tensor
-    rows: list[int]
     floor: torch.Tensor
+    rows: list[int]
 
     def errors(self, value: torch.Tensor) -> torch.Tensor:
         """Squared error of each row beyond what no choice of weights can avoid, (m,) float64."""
@@ -67,34 +71,53 @@ def prune(weights: dict[str, torch.Tensor], stats, pattern, options: Options, cl
     """weights: (m_i, n) each; stats.gram H and stats.cross A, (n, n)."""
     import torch
 
+    from llmcompress.solvers.fista import lipschitz
+    from llmcompress.solvers.obs import inverse_factor
     from llmcompress.solvers.refit import masked_refit
 
-    dense = torch.cat(list(weights.values()))  # (m, n)
     diagonal = stats.gram.diagonal()
     energy = diagonal if options.scale else diagonal.mean().expand_as(diagonal)
     scale = torch.where(energy > 0, energy.sqrt(), 1.0)
-    problem = scaled_problem(dense, stats, scale, options.ridge, [len(w) for w in weights.values()])
-    value = search(problem, *warm_start(problem, dense, scale, pattern, options), pattern, options)
-    if options.refit:
-        with clock("refit"):
-            value = masked_refit(problem.gram, problem.target, value, value != 0, steps=options.refit_steps)
-    return dict(zip(weights, (value / scale).split(problem.rows), strict=True))
+    gram = (stats.gram / scale).div_(scale[:, None])
+    # The pull adds ridge ||v - w||^2: a diagonal to H, a multiple of W to C.
+    gram.diagonal().add_(options.ridge)
+    factor, bound = inverse_factor(gram, DAMP), lipschitz(gram)
+    result = {name: torch.empty_like(w) for name, w in weights.items()}
+    for parts in blocks(weights, is_coupled(pattern, options)):
+        dense = torch.cat([weights[name][rows] for name, rows in parts])  # (m, n)
+        target = (dense @ stats.cross / scale).addcmul_(dense, scale, value=options.ridge)
+        best = target @ factor.T @ factor
+        floor = (best * (2 * target - best @ gram)).sum(1, dtype=torch.float64)
+        sizes = [len(weights[name][rows]) for name, rows in parts]
+        problem = Problem(gram, factor, bound, target, best, floor, sizes)
+        value = search(problem, *warm_start(problem, dense, scale, pattern, options), pattern, options)
+        if options.refit:
+            with clock("refit"):
+                value = masked_refit(gram, target, value, value != 0, steps=options.refit_steps)
+        for (name, rows), part in zip(parts, (value / scale).split(sizes), strict=True):
+            result[name][rows] = part
+    return result
 
 
-def scaled_problem(dense: torch.Tensor, stats, scale: torch.Tensor, ridge: float, rows: list[int]) -> Problem:
-    """The objective for weights times `scale` (n,). The pull adds ridge ||v - w||^2: a diagonal to H, w to C."""
-    import torch
+def is_coupled(pattern, options: Options) -> bool:
+    """Whether the rows of a matrix share one count of zeros."""
+    return isinstance(pattern, Unstructured) and options.scope == "matrix"
 
-    from llmcompress.solvers.obs import inverse_factor
 
-    gram = stats.gram / scale / scale[:, None]
-    target = dense @ stats.cross / scale
-    gram.diagonal().add_(ridge)
-    target += ridge * dense * scale
-    factor = inverse_factor(gram, DAMP)
-    best = target @ factor.T @ factor
-    floor = (best * (2 * target - best @ gram)).sum(1, dtype=torch.float64)
-    return Problem(gram, target, best, factor, rows, floor)
+def blocks(weights: dict[str, torch.Tensor], coupled: bool) -> Iterator[list[tuple[str, slice]]]:
+    """What is solved at once: all matrices, or so many rows of them that the work space stays small.
+
+    Where rows are independent the result does not depend on where they are cut.
+    """
+    whole = [(name, slice(0, len(w))) for name, w in weights.items()]
+    width = next(iter(weights.values())).shape[1]
+    step = max(1, BLOCK // width)
+    if coupled or sum(len(w) for w in weights.values()) <= step:
+        yield whole
+        return
+    for name, w in weights.items():
+        for start in range(0, len(w), step):
+            yield [(name, slice(start, min(start + step, len(w))))]
 
 
 def warm_start(problem: Problem, dense: torch.Tensor, scale: torch.Tensor, pattern, options: Options):
@@ -125,9 +148,9 @@ def search(problem: Problem, start: torch.Tensor, rounded: torch.Tensor, pattern
     """The best rounded matrix (m, n) found, never worse than `rounded`: row by row where rows are independent."""
     import torch
 
-    from llmcompress.solvers.fista import fista, lambda_max, lipschitz
+    from llmcompress.solvers.fista import fista, lambda_max
 
-    coupled = isinstance(pattern, Unstructured) and options.scope == "matrix"
+    coupled = is_coupled(pattern, options)
 
     def pooled(errors: torch.Tensor) -> torch.Tensor:
         # Rows that compete for one count of zeros can only be accepted together.
@@ -136,12 +159,11 @@ def search(problem: Problem, start: torch.Tensor, rounded: torch.Tensor, pattern
         return torch.cat([part.sum().expand(len(part)) for part in errors.split(problem.rows)])
 
     best, best_error = rounded, pooled(problem.errors(rounded))
-    bound = lipschitz(problem.gram)
     high = lambda_max(problem.target)
     low, penalty = high * LOWEST, high * FIRST
     idle = 0
     for _ in range(options.rounds):
-        value = fista(problem.gram, problem.target, start, penalty, bound, options.iterations)
+        value = fista(problem.gram, problem.target, start, penalty, problem.bound, options.iterations)
         rounded = round_to(value, value.abs(), problem.rows, pattern, options.scope)
         error, unrounded = pooled(problem.errors(rounded)), pooled(problem.errors(value))
         better = error < best_error

@@ -46,7 +46,8 @@ def fista(
     if bound == 0:
         return start.clone()
     # One product per step: Y - (Y H - C) / L = Y (I - H / L) + C / L.
-    contraction = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) - gram / bound
+    contraction = gram / -bound
+    contraction.diagonal().add_(1)
     shift = target / bound
     threshold = penalty / bound
     shrinks = torch.is_tensor(threshold) or threshold > 0

@@ -21,11 +21,14 @@ def inverse_factor(gram: torch.Tensor, damp: float) -> torch.Tensor:
     for step in range(MAX_DAMP_STEPS):
         damped = gram.clone()
         damped.diagonal().copy_(torch.where(diagonal > 0, diagonal + damp * 10**step * mean, mean))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        # One name for all, so that no more than two such matrices are in memory beside the Gram matrix.
+        work, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed and upper.isfinite().all():
-            return upper
+            work = torch.cholesky_inverse(work)
+            work, failed = torch.linalg.cholesky_ex(work, upper=True)
+        if not failed and work.isfinite().all():
+            return work
     raise NumericalFailure(f"the {n} x {n} Gram matrix can't be inverted even with damping {damp * 10**step:g}")
 
 

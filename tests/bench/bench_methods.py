@@ -67,10 +67,8 @@ def main() -> None:
             shutil.rmtree(out)
             base, base_seconds = first.setdefault(sparsity, (value, seconds))
             parts = ", ".join(f"{k} {v:.0f}" for k, v in result.seconds.items() if k != "total")
-            print(
-                f"| {run} | {value:.2f} | {value / base:.3f} | {seconds:.0f} | {seconds / base_seconds:.2f} | {parts} |",
-                flush=True,
-            )
+            ratio, time_ratio = value / base, seconds / base_seconds
+            print(f"| {run} | {value:.2f} | {ratio:.3f} | {seconds:.0f} | {time_ratio:.2f} | {parts} |", flush=True)
             if args.log:
                 with open(args.log, "a", encoding="utf-8") as file:
                     file.write(json.dumps({"run": run, "perplexity": value, "seconds": result.seconds}) + "\n")
