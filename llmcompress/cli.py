@@ -29,7 +29,7 @@ class Guarded(click.Group):
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("Interrupted; nothing was left behind.", err=True)
+            click.echo("Interrupted.", err=True)
             ctx.exit(130)
 
 
@@ -92,12 +92,17 @@ def method_options(command):
 )
 @click.option("--targets", multiple=True, help="Only these linears, as 'self_attn.*' or 'layers.0.mlp.*'; repeatable.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:N or auto.")
+@click.option("--max-memory", help="What the process may take, as 4GiB. [default: what is free]")
+@click.option("--workers", default=1, show_default=True, help="Layers at once, as Ray tasks (llmcompress[ray]).")
+@click.option("--ray-address", help="A running Ray cluster whose machines all see --model and --out.")
+@click.option("--resume", is_flag=True, help="Go on with an unfinished run at --out; the bits will be the same.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the model folder's own Python code run.")
+@click.option("--log-json", type=click.Path(), help="Append one JSON line per event to this file.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @method_options
 def prune(
     model, method, sparsity, out, overwrite, calibration, samples, seq_len, text_field, seed, error_correction,
-    targets, device, trust_remote_code, quiet, **options,
+    targets, device, max_memory, workers, ray_address, resume, trust_remote_code, log_json, quiet, **options,
 ) -> None:  # fmt: skip
     """Prune the linears inside a model's decoder layers."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -106,11 +111,11 @@ def prune(
     from llmcompress.calibration.tokens import Calibration, default_source
     from llmcompress.pipeline import prune as run
     from llmcompress.report.console import Console
+    from llmcompress.report.log import JsonLog
 
     pattern = patterns.parse(sparsity)
     out = out or f"{Path(model).stem}-{method}-{str(pattern).replace(':', 'of')}"
-    console = Console(quiet)
-    with console:
+    with Console(quiet) as console, JsonLog(log_json) as log:
         run(
             default_model() if model == DEFAULT_MODEL else model,
             method=method,
@@ -120,9 +125,13 @@ def prune(
             error_correction=error_correction,
             targets=targets,
             device=device,
+            max_memory=max_memory,
+            workers=workers,
+            ray_address=ray_address,
+            resume=resume,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
-            on_event=console.on_event,
+            on_event=lambda kind, data: [show(kind, data) for show in (console.on_event, log.on_event)],
             **given,
         )
 

@@ -19,3 +19,7 @@ class NumericalFailure(CompressError):
 
 class CorruptOutput(CompressError):
     """A written checkpoint did not verify after it was reopened."""
+
+
+class CantWrite(CompressError):
+    """A disk is full or gone in the middle of a run; the text names the file and the reason."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
+import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -14,27 +15,29 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import llmcompress
-from llmcompress import methods, sparsity
+from llmcompress import budget, methods, sparsity
 from llmcompress.calibration import engine
+from llmcompress.calibration.states import Boundary, States
 from llmcompress.calibration.tokens import Calibration, fingerprint
-from llmcompress.checkpoint.output import MANIFEST, Output
+from llmcompress.checkpoint.journal import differences
+from llmcompress.checkpoint.output import MANIFEST, SCRATCH, Output, writing
 from llmcompress.checkpoint.skeleton import Skeleton
-from llmcompress.checkpoint.source import Source, open_source
+from llmcompress.checkpoint.source import Source, open_shard, open_source
 from llmcompress.checkpoint.verify import verify
 from llmcompress.clock import Clock
-from llmcompress.device import available_memory, pick_device
-from llmcompress.errors import BadInput, NumericalFailure
+from llmcompress.device import pick_device
+from llmcompress.errors import BadInput, CorruptOutput
 from llmcompress.evaluate.stream import Forward
+from llmcompress.layerwise import ERROR_CORRECTIONS, Layerwise, Work, choose_targets
 
-ERROR_CORRECTIONS = ("layer", "sequential", "model", "off")
-# Sequences of one batch: enough tokens to keep matrix products busy, few enough to stay in cache.
+# Tokens of one batch: enough to keep matrix products busy, few enough to stay in cache.
 BATCH_TOKENS = 4096
-# An expert with fewer tokens than this share of its input width has no statistics worth solving on.
-STARVED = 1 / 16
 PROBE_TOKENS = 64
+Event = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass
@@ -58,9 +61,13 @@ def prune(
     error_correction: str | None = None,
     targets: Iterable[str] = (),
     device: str = "cpu",
+    max_memory: str | int | None = None,
+    workers: int = 1,
+    ray_address: str | None = None,
+    resume: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
-    on_event: Callable[[str, dict[str, Any]], None] = lambda kind, data: None,
+    on_event: Event = lambda kind, data: None,
     **options: Any,
 ) -> Result:
     """Prunes the linears inside a model's decoder layers and writes a checkpoint to `out`.
@@ -69,15 +76,20 @@ def prune(
     or the share to remove. calibration: text for methods that need it; default: sampled from the model itself.
     error_correction: where the dense and the compressed activations of a layer start (`layer`, `sequential`,
     `model`, `off`); default: the method's. targets: patterns of linear names, as in `self_attn.*` or
-    `layers.0.mlp.*`; default: every linear of every decoder layer. options: the method's own.
-    on_event: told "start", "check", "layer" and "done" with their data.
+    `layers.0.mlp.*`; default: every linear of every decoder layer. max_memory: bytes, or text such as "4GiB", that
+    the process may take; default: what is free. workers: so many layers at once, as Ray tasks, here or on the
+    cluster at ray_address; needs error_correction `layer`, in which layers are independent. resume: go on with an
+    unfinished run of the same settings, if one stands at `out`; the bits will be those of a run that was never
+    stopped. options: the method's own.
+    on_event: told "start", "check", "layer", "kept" (what a failed run leaves to be resumed) and "done".
 
     Raises BadInput before anything is written when the input can't be used, NumericalFailure naming the layer when
-    numbers break down; neither leaves a folder behind.
+    numbers break down, CantWrite when a disk fills up. A run that fails after its first layer can be resumed; an
+    earlier one leaves nothing behind.
     """
     run = Run(
-        model, method, sparsity, out, calibration, error_correction, tuple(targets), device, overwrite,
-        trust_remote_code, on_event, options,
+        model, method, sparsity, out, calibration, error_correction, tuple(targets), device, max_memory, workers,
+        ray_address, resume, overwrite, trust_remote_code, on_event, options,
     )  # fmt: skip
     with torch.no_grad():
         return run.go()
@@ -87,207 +99,141 @@ class Run:
     """State of one call of `prune`, in the order in which it happens."""
 
     def __init__(
-        self, model, method, pattern, out, calibration, error_correction, targets, device, overwrite,
-        trust_remote_code, on_event, options,
+        self, model, method, pattern, out, calibration, error_correction, targets, device, max_memory, workers,
+        ray_address, resume, overwrite, trust_remote_code, on_event, options,
     ):  # fmt: skip
-        self.method_name, self.method = method, methods.find(method)
-        self.options = methods.make_options(method, options)
-        self.pattern = sparsity.parse(pattern)
-        self.calibration = calibration or Calibration("self")
-        self.error_correction = error_correction or self.method.ERROR_CORRECTION
-        if self.error_correction not in ERROR_CORRECTIONS:
+        error_correction = error_correction or methods.find(method).ERROR_CORRECTION
+        if error_correction not in ERROR_CORRECTIONS:
             raise BadInput(f"--error-correction {error_correction}: use one of {', '.join(ERROR_CORRECTIONS)}.")
-        self.targets, self.out, self.overwrite, self.on_event = targets, out, overwrite, on_event
+        options = methods.make_options(method, options)
+        self.work = Work(method, options, sparsity.parse(pattern), error_correction, targets)
+        self.calibration = calibration or Calibration("self")
+        self.out, self.resume, self.overwrite, self.on_event = Path(out), resume, overwrite, on_event
+        self.limit = budget.parse_bytes(max_memory)
+        self.workers, self.ray_address = workers, ray_address
+        if workers < 1:
+            raise BadInput(f"--workers {workers}: use 1 or more.")
+        if workers > 1 and self.work.needs and error_correction != "layer":
+            raise BadInput(
+                f"--workers {workers} needs layers that don't depend on each other: add --error-correction layer "
+                f"(now {error_correction})."
+            )
         self.device = pick_device(device)
         self.source: Source = open_source(model, trust_remote_code)
         self.skeleton = Skeleton(self.source)
         self.clock = Clock()
-        self.chosen = self._choose_targets()
-
-    def _choose_targets(self) -> list[set[str]]:
-        """Names of the linears to prune, per layer. Raises BadInput for a width the pattern can't take."""
-        family, needs = self.skeleton.family, self.method.NEEDS
-        for target in self.targets:
-            if any(word in target for word in ("lm_head", "embed", "wte")):
-                tied = "tied to each other" if self.skeleton.tied else "not decoder layers"
-                raise BadInput(
-                    f"target {target!r}: embeddings and lm_head are {tied} and are never pruned; name linears inside "
-                    "decoder layers, such as 'mlp.*'."
-                )
-        chosen = []
-        for i, layer in enumerate(self.skeleton.layers):
-            stages = engine.stages_of(family, layer, needs)
-            linears = {n: m for stage in stages for group in stage.groups for n, m in group.linears.items()}
-            names = {n for n in linears if self._targeted(i, n)}
-            for name in sorted(names):
-                misfit = self.pattern.misfit(linears[name].in_features)
-                if misfit:
-                    raise BadInput(f"{family.layers}.{i}.{name} can't be pruned to {self.pattern}: {misfit}.")
-            chosen.append(names)
-        if not any(chosen):
-            some = ", ".join(sorted(linears)[:4])
-            raise BadInput(f"targets {', '.join(self.targets)} match no linear; a layer has {some}, ...")
-        return chosen
-
-    def _targeted(self, i: int, name: str) -> bool:
-        full = (name, f"layers.{i}.{name}", f"{self.skeleton.family.layers}.{i}.{name}")
-        return not self.targets or any(fnmatch.fnmatch(f, t) for f in full for t in self.targets)
+        self.layerwise = Layerwise(
+            self.skeleton, self.work, choose_targets(self.skeleton, self.work), self.device, self.clock
+        )
 
     def go(self) -> Result:
         started = time.time()
-        batches = self._batches()
-        output = Output(self.out, self.source, self.overwrite)
+        batches, plan = self._batches()
+        if self.resume and (finished := self._finished()):
+            return finished
+        output = Output(self.out, self.source, self.overwrite, self.resume, self._scratch_bytes(batches))
         try:
-            with self.clock("I/O"):
-                digest = self.source.check(lambda done, total: self.on_event("check", {"done": done, "total": total}))
-            result = Result(output.target, str(self.pattern))
-            self._layers(batches, output, result)
+            output.journal.begin(self._identity(self._check_source()))
+            result = Result(output.target, str(self.work.pattern), list(output.journal.layers))
+            self._layers(batches, plan, output, result)
             with self.clock("I/O"):
                 self._other_tensors(output)
                 output.copy_side_files(self.source)
                 output.finish()
             with self.clock("verify"):
-                result.totals = verify(output.work, self.skeleton, self.chosen, self.pattern, self.probe)
+                result.totals = verify(
+                    output.work, self.skeleton, self.layerwise.chosen, self.work.pattern, self.probe
+                )
+            result.warnings = [f"layer {facts['layer']}: {w}" for facts in result.layers for w in facts["warnings"]]
             result.seconds = {**self.clock.seconds, "total": time.time() - started}
-            output.write_json(MANIFEST, self._manifest(result, digest, batches))
+            output.write_json(MANIFEST, self._manifest(result, output.journal.identity))
             output.commit()
-        except BaseException:
-            output.discard()
+        except BaseException as error:
+            self._stop(output, error)
             raise
         self.on_event("done", {"result": result})
         return result
 
-    def _batches(self) -> list[torch.Tensor]:
-        """Token ids (batch, seq_len) of all calibration batches; a token or two for a data-free method's check."""
-        if not self.method.NEEDS:
-            return []
+    def _stop(self, output: Output, error: BaseException) -> None:
+        """Keeps what can be resumed and says so; removes the rest."""
+        finished = len(output.journal.layers)
+        if finished and not isinstance(error, CorruptOutput):
+            output.close()
+            kept = {"finished": finished, "layers": len(self.skeleton.layers), "folder": str(output.work)}
+            self.on_event("kept", kept)
+        else:
+            output.discard()
+
+    def _finished(self) -> Result | None:
+        """The result that already stands at `out`, when it is of this very run."""
+        path = self.out / MANIFEST
+        if not path.is_file():
+            return None
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        same = not differences(manifest.get("recipe"), json.loads(json.dumps(self._recipe())))
+        if not same or manifest.get("source_sha256") != self._check_source():
+            return None
+        shutil.rmtree(self.out / SCRATCH, ignore_errors=True)
+        result = Result(
+            self.out.absolute(), str(self.work.pattern), manifest["layers"], manifest["totals"], manifest["seconds"],
+            manifest["warnings"],
+        )  # fmt: skip
+        self.on_event("note", {"text": f"{self.out} is finished already."})
+        self.on_event("done", {"result": result})
+        return result
+
+    def _batches(self) -> tuple[list[torch.Tensor], budget.Plan]:
+        """Token ids (batch, seq_len) of all calibration batches, none for a data-free method; how to run them."""
+        # The driver of several workers runs layers too, to know the dense hidden states.
+        share = self.limit and self.limit // (self.workers + (self.workers > 1))
+        if not self.work.needs:
+            return [], budget.plan(self.skeleton, self.work, 0, 0, share)
         with self.clock("tokens"):
-            self.tokens = draw_tokens(self.source, self.calibration, self.device)
-        return list(self.tokens.split(max(1, BATCH_TOKENS // self.tokens.shape[1])))
+            self.tokens = self._resumed_tokens()
+            if self.tokens is None:
+                self.tokens = draw_tokens(self.source, self.calibration, self.device)
+        self.calibration = self.calibration.drawn(self.tokens)
+        batches = list(self.tokens.split(max(1, BATCH_TOKENS // self.tokens.shape[1])))
+        return batches, budget.plan(self.skeleton, self.work, self.tokens.numel(), batches[0].numel(), share)
 
-    def _layers(self, batches: list[torch.Tensor], output: Output, result: Result) -> None:
-        skeleton = self.skeleton
-        skeleton.fill_others(head=True)
-        # A short text carried through the compressed layers; the reopened checkpoint must give the same logits.
-        self.probe = Forward(skeleton, self._probe_ids(batches))
-        self.dense_probe = copy.copy(self.probe)
-        hidden, calls = [], []
-        if batches:
-            with self.clock("forward"):
-                hidden, by_shape = engine.to_device(engine.record(skeleton, batches), self.device)
-            calls = [by_shape[tuple(ids.shape)] for ids in batches]
-        dense_hidden = hidden
-        count = len(skeleton.layers)
-        removed = float(self.pattern.share)
-        self.on_event("start", {"method": self.method_name, "pattern": str(self.pattern), "removed": removed})
-        for i in range(count):
-            begun = time.time()
-            with self.clock("I/O"):
-                tensors = self.source.read(skeleton.layer_names(i))
-                layer = skeleton.fill_layer(i, tensors, self.device)
-            facts: dict[str, Any] = {"layer": i, "linears": {}}
-            self.dense_probe.through(i, layer)
-            layer_calls = [call[i] for call in calls]
-            hidden, dense_hidden = self._one_layer(i, layer, tensors, hidden, dense_hidden, layer_calls, facts)
-            with self.clock("I/O"):
-                for name in sorted(self.chosen[i]):
-                    skeleton.store(i, f"{name}.weight", layer.get_submodule(name).weight, tensors)
-                # What runs on from here is what the file holds, rounded to its dtype.
-                layer = skeleton.fill_layer(i, tensors, self.device)
-                output.add_shard(f"model-{i + 1:05d}-of-{count + 1:05d}.safetensors", tensors)
-            self.probe.through(i, layer)
-            facts["error"] = self.probe.distance(self.dense_probe)
-            facts["seconds"] = time.time() - begun
-            facts["sparsity"] = share_of_zeros(layer, self.chosen[i])
-            result.layers.append(facts)
-            result.warnings += [f"layer {i}: {w}" for w in facts.pop("warnings", [])]
-            self.on_event("layer", {**facts, "done": i + 1, "layers": count})
+    def _tokens_path(self, work: Path) -> Path:
+        return work / SCRATCH / "tokens.safetensors"
 
-    def _probe_ids(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        if batches:
-            return batches[0][:1, :PROBE_TOKENS]
-        return torch.randint(self.source.config.vocab_size, (1, PROBE_TOKENS), generator=torch.manual_seed(0))
+    def _resumed_tokens(self) -> torch.Tensor | None:
+        """The tokens of the run to resume, where drawing them again would take long or need the network."""
+        path = self._tokens_path(self.out.absolute().with_name(f".{self.out.absolute().name}.partial"))
+        if self.resume and path.is_file() and not Path(self.calibration.source).is_file():
+            return load_file(path)["tokens"]
+        return None
 
-    def _one_layer(self, i, layer, tensors, hidden, dense_hidden, calls, facts):
-        """Solves all stages of one layer; returns where the two streams stand after it."""
-        stages = engine.stages_of(self.skeleton.family, layer, self.method.NEEDS)
-        solve = lambda stage: self._solve(i, stage, facts)  # noqa: E731
-        if not hidden:
-            for stage in stages:
-                solve(stage)
-            return hidden, dense_hidden
-        compares = self.error_correction != "off"
-        dense = self.skeleton.fill_layer(i, tensors, self.device) if compares else None
-        streams = engine.Streams(layer, dense, hidden, dense_hidden, calls)
-        after, dense_after = engine.run_layer(streams, stages, solve, self.clock, lockstep=self._fits(hidden))
-        engine.check_finite(after, f"layer {i}")
-        if self.error_correction == "layer":
-            return dense_after, dense_after
-        if self.error_correction == "model":
-            return after, dense_after
-        return after, after
+    def _scratch_bytes(self, batches: list[torch.Tensor]) -> int:
+        streams = 2 if self.work.error_correction == "model" else 1
+        width = self.source.config.hidden_size * self.skeleton.compute_dtype.itemsize
+        kept = 2 if self.workers == 1 else 2 * self.workers + 1
+        return kept * streams * width * sum(ids.numel() for ids in batches)
 
-    def _fits(self, hidden: list[torch.Tensor]) -> bool:
-        """Whether all batches can sleep inside a layer at once: each holds about four tensors of its FFN's width."""
-        config = self.source.config
-        width = max(getattr(config, "intermediate_size", 0) or 0, config.hidden_size)
-        tokens = sum(h.shape[0] * h.shape[1] for h in hidden)
-        streams = 1 if self.error_correction == "off" else 2
-        need = tokens * (4 * config.hidden_size + 2 * width) * hidden[0].element_size() * streams
-        return need < 0.6 * available_memory()
-
-    def _solve(self, i: int, stage: engine.Stage, facts: dict[str, Any]) -> None:
-        for group in stage.groups:
-            linears = {n: m for n, m in group.linears.items() if n in self.chosen[i]}
-            if linears:
-                self._solve_group(i, linears, group.stats, facts)
-            group.stats.release()
-
-    def _solve_group(self, i: int, linears: dict[str, nn.Linear], stats, facts: dict[str, Any]) -> None:
-        where = f"layer {i} {next(iter(linears))}"
-        weights = {name: linear.weight.float() for name, linear in linears.items()}
-        method, options = self.method, self.options
-        width = next(iter(linears.values())).in_features
-        if method.NEEDS and stats.tokens < max(1, STARVED * width):
-            method = methods.find("magnitude")
-            options = method.Options()
-            facts.setdefault("warnings", []).append(
-                f"{', '.join(linears)} saw {stats.tokens} tokens, too few for {self.method_name}: pruned by magnitude"
-            )
-        stats.check_finite(where)
-        with self.clock("solver"):
-            try:
-                pruned = method.prune(weights, stats, self.pattern, options, self.clock)
-            except NumericalFailure as failure:
-                raise NumericalFailure(f"{where}: {failure} ({stats.tokens} tokens).") from failure
-        for name, linear in linears.items():
-            if not pruned[name].isfinite().all():
-                raise NumericalFailure(f"{where}: {self.method_name} gave NaN or Inf.")
-            # Through the stored dtype, so that later groups see the weights that will be on disk.
-            stored = pruned[name].to(self.skeleton.dtype) + 0.0
-            facts["linears"][name] = measure(weights[name], stored.float(), stats)
-            linear.weight.copy_(stored.to(linear.weight.dtype))
-
-    def _other_tensors(self, output: Output) -> None:
-        count = len(self.skeleton.layers) + 1
-        names = self.skeleton.other_names()
-        output.add_shard(f"model-{count:05d}-of-{count:05d}.safetensors", self.source.read(names))
-
-    def _manifest(self, result: Result, digest: str, batches: list[torch.Tensor]) -> dict[str, Any]:
+    def _recipe(self) -> dict[str, Any]:
         calibration = None
-        if batches:
+        if self.work.needs:
             calibration = {**self.calibration.facts(), "tokens_sha256": fingerprint(self.tokens)}
         return {
-            "format": 1,
-            "recipe": {
-                "model": self.source.name,
-                "method": self.method_name,
-                "sparsity": str(self.pattern),
-                "error_correction": self.error_correction if batches else None,
-                "targets": list(self.targets),
-                "options": asdict(self.options),
-                "calibration": calibration,
-            },
+            "method": self.work.method,
+            "sparsity": str(self.work.pattern),
+            "error_correction": self.work.error_correction if self.work.needs else None,
+            "targets": list(self.work.targets),
+            "options": asdict(self.work.options),
+            "calibration": calibration,
+        }
+
+    def _check_source(self) -> str:
+        """sha256 of the source, all of whose numbers are finite. Raises BadInput."""
+        with self.clock("I/O"):
+            return self.source.check(lambda done, total: self.on_event("check", {"done": done, "total": total}))
+
+    def _identity(self, digest: str) -> dict[str, Any]:
+        """What must be the same for a run to go on where an earlier one stopped."""
+        return {
+            "recipe": self._recipe(),
             "source_sha256": digest,
             "versions": {
                 "llmcompress": llmcompress.__version__,
@@ -295,13 +241,163 @@ class Run:
                 "transformers": transformers.__version__,
                 "python": platform.python_version(),
             },
-            "device": str(self.device),
-            "pruned": [sorted(names) for names in self.chosen],
+            "device": self.device,
+            "parallel": self.workers > 1,
+        }
+
+    def _layers(self, batches: list[torch.Tensor], plan: budget.Plan, output: Output, result: Result) -> None:
+        count, finished = len(self.skeleton.layers), len(result.layers)
+        self.skeleton.fill_others(head=True)
+        # A short text carried through the compressed layers; the reopened checkpoint must give the same logits.
+        self.probe = Forward(self.skeleton, self._probe_ids(batches))
+        self.dense_probe = copy.copy(self.probe)
+        self.on_event(
+            "start",
+            {
+                "method": self.work.method, "pattern": str(self.work.pattern), "layers": count, "finished": finished,
+                "removed": float(self.work.pattern.share), "coverage": self._coverage(), "lockstep": plan.lockstep,
+                "in_memory": plan.in_memory, "memory_needed": plan.need, "memory_limit": plan.limit,
+                "workers": self.workers,
+            },
+        )  # fmt: skip
+        if batches:
+            with self.clock("I/O"), writing(output.scratch):
+                save_file({"tokens": self.tokens}, self._tokens_path(output.work))
+        if self.workers > 1:
+            from llmcompress.parallel import compress_layers
+
+            compress_layers(self, batches, plan, output, result)
+        else:
+            self._one_by_one(batches, plan, output, result)
+
+    def _one_by_one(self, batches: list[torch.Tensor], plan: budget.Plan, output: Output, result: Result) -> None:
+        skeleton, count, first = self.skeleton, len(self.skeleton.layers), len(result.layers)
+        boundary, calls = self._first_boundary(batches, plan, output, first)
+        for i in range(first, count):
+            begun = time.time()
+            with self.clock("I/O"):
+                tensors = self.source.read(skeleton.layer_names(i))
+                layer = skeleton.fill_layer(i, tensors, self.device)
+            self.dense_probe.through(i, layer)
+            # After the last layer nothing is kept: its outputs are only checked.
+            after = self._boundary(output if i + 1 < count else None, i + 1, plan)
+            facts = self.layerwise.compress(
+                i, layer, tensors, boundary.hidden, boundary.dense, [call[i] for call in calls], after.emit,
+                plan.lockstep,
+            )  # fmt: skip
+            with self.clock("I/O"):
+                output.add_shard(shard_name(i, count), tensors)
+            # What runs on from here is what the file holds, rounded to its dtype.
+            self.probe.through(i, skeleton.fill_layer(i, tensors, self.device, copies=False))
+            facts["error"] = self.probe.distance(self.dense_probe)
+            facts["seconds"] = time.time() - begun
+            facts["peak_memory"] = budget.peak()
+            with self.clock("I/O"):
+                if i + 1 < count:
+                    self._save_probe(output, i + 1)
+                output.journal.add(facts)
+                shutil.rmtree(boundary_folder(output, i), ignore_errors=True)
+            boundary = after
+            result.layers.append(facts)
+            self.on_event("layer", {**facts, "done": i + 1, "layers": count})
+
+    def _first_boundary(self, batches, plan: budget.Plan, output: Output, first: int):
+        """Where the run starts: in front of layer 0, or where an earlier run stopped. Also every batch's calls."""
+        count = len(self.skeleton.layers)
+        reopens = 0 < first < count
+        # Whatever a killed run left of boundaries that no finished layer stands for.
+        for path in (output.scratch / "states").glob("*"):
+            if not (reopens and path == boundary_folder(output, first)):
+                shutil.rmtree(path)
+        if reopens:
+            probes = States.reopen(boundary_folder(output, first) / "probe", in_memory=True)
+            self.probe.hidden, self.dense_probe.hidden = probes
+        elif first:
+            self._carry_probe(output)
+        if not batches:
+            return Boundary.create(None, first, self.work.error_correction, in_memory=False), []
+        shapes = {tuple(ids.shape): ids for ids in batches}
+        with self.clock("forward"):
+            if first:
+                by_shape = engine.record(self.skeleton, shapes.values(), lambda hidden: None)
+                boundary = Boundary.create(None, first, self.work.error_correction, in_memory=False)
+                if reopens:
+                    boundary = Boundary.reopen(
+                        boundary_folder(output, first), self.work.error_correction, plan.in_memory, self.device
+                    )
+            else:
+                boundary = self._boundary(output, 0, plan)
+                by_shape = engine.record(
+                    self.skeleton, batches, lambda hidden: boundary.emit(*[hidden.to(self.device)] * 2)
+                )
+        by_shape = engine.to_device(by_shape, self.device)
+        return boundary, [by_shape[tuple(ids.shape)] for ids in batches]
+
+    def _boundary(self, output: Output | None, i: int, plan: budget.Plan) -> Boundary:
+        if output is None:
+            return Boundary.create(None, i, self.work.error_correction, in_memory=False)
+        folder = boundary_folder(output, i)
+        return Boundary.create(folder, i, self.work.error_correction, plan.in_memory, self.device)
+
+    def _save_probe(self, output: Output, i: int) -> None:
+        probes = States(boundary_folder(output, i) / "probe", in_memory=False)
+        for probe in (self.probe, self.dense_probe):
+            probes.append(probe.hidden)
+
+    def _carry_probe(self, output: Output) -> None:
+        """Takes the probe through all finished layers, for a run that was stopped after its last one."""
+        for i in range(len(self.skeleton.layers)):
+            self.probe.through(i, self.written_layer(output, i))
+
+    def written_layer(self, output: Output, i: int) -> nn.Module:
+        """Finished decoder layer i as its shard holds it."""
+        with open_shard(output.work / shard_name(i, len(self.skeleton.layers))) as shard:
+            tensors = {name: shard.get_tensor(name) for name in self.skeleton.layer_names(i)}
+        return self.skeleton.fill_layer(i, tensors, self.device, copies=False)
+
+    def _coverage(self) -> float:
+        """Share of the decoder layers' parameters that the run may change."""
+        chosen = total = 0
+        for layer, names in zip(self.skeleton.layers, self.layerwise.chosen, strict=True):
+            total += sum(p.numel() for p in layer.parameters())
+            chosen += sum(layer.get_submodule(name).weight.numel() for name in names)
+        return chosen / total
+
+    def _probe_ids(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        if batches:
+            return batches[0][:1, :PROBE_TOKENS]
+        return torch.randint(self.source.config.vocab_size, (1, PROBE_TOKENS), generator=torch.manual_seed(0))
+
+    def _other_tensors(self, output: Output) -> None:
+        count = len(self.skeleton.layers)
+        names = self.skeleton.other_names()
+        output.add_shard(shard_name(count, count), {name: self.source.map(name) for name in names})
+
+    def _manifest(self, result: Result, identity: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "model": self.source.name,
+            **identity,
+            "pruned": [sorted(names) for names in self.layerwise.chosen],
             "totals": result.totals,
             "layers": result.layers,
             "seconds": result.seconds,
             "warnings": result.warnings,
         }
+
+
+def shard_name(i: int, count: int) -> str:
+    """File of decoder layer i of `count`; what stands outside the layers follows as number `count`."""
+    return f"model-{i + 1:05d}-of-{count + 1:05d}.safetensors"
+
+
+def boundary_folder(output: Output, i: int) -> Path:
+    return states_folder(output.work, i)
+
+
+def states_folder(work: Path, i: int) -> Path:
+    """Where the hidden states in front of layer i are, inside the folder of an unfinished run."""
+    return work / SCRATCH / "states" / f"{i:05d}"
 
 
 def draw_tokens(source: Source, calibration: Calibration, device: str = "cpu") -> torch.Tensor:
@@ -313,18 +409,3 @@ def draw_tokens(source: Source, calibration: Calibration, device: str = "cpu") -
         raise BadInput(f"--seq-len {calibration.seq_len} is longer than the model's {longest} positions.")
     tokenizer = None if calibration.source == "self" else source.tokenizer()
     return calibration.tokens(tokenizer, lambda: sample_from(source, calibration, device))
-
-
-def share_of_zeros(layer: nn.Module, names: Iterable[str]) -> float:
-    weights = [layer.get_submodule(name).weight for name in names]
-    return sum(int((w == 0).sum()) for w in weights) / max(1, sum(w.numel() for w in weights))
-
-
-def measure(weight: torch.Tensor, pruned: torch.Tensor, stats) -> dict[str, float]:
-    """Sparsity of a linear and, where it saw tokens, its output's relative error on some of them."""
-    facts = {"sparsity": float((pruned == 0).float().mean())}
-    if stats.sample is not None:
-        dense, compressed = (x.float() for x in stats.sample)
-        wanted = dense @ weight.T
-        facts["error"] = float((compressed @ pruned.T - wanted).norm() / wanted.norm().clamp(min=1e-30))
-    return facts

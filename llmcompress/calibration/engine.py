@@ -8,7 +8,7 @@ So one forward of the dense layer and one of the compressed layer serve all grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from llmcompress.calibration.stats import Statistics
 from llmcompress.clock import Clock
-from llmcompress.errors import CompressError, NumericalFailure
+from llmcompress.errors import CompressError
 from llmcompress.families import Family
 from llmcompress.families.experts import ExpertStage, Routed
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llmcompress.checkpoint.skeleton import Skeleton
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Emit = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass
@@ -76,20 +77,20 @@ def to_device(value: Any, device: str | torch.device) -> Any:
     return value
 
 
-def record(skeleton: Skeleton, batches: list[torch.Tensor]):
+def record(skeleton: Skeleton, batches: Iterable[torch.Tensor], keep_hidden: Callable[[torch.Tensor], None]):
     """What each decoder layer is called with, and the hidden states that enter the first.
 
-    skeleton: with the embeddings loaded. batches: token ids (batch, seq_len).
-    Returns hidden states, one (batch, seq_len, hidden_size) per batch, and for each distinct batch shape a list over
-    layers of (args, kwargs) without the hidden states.
+    skeleton: with the embeddings loaded. batches: token ids (batch, seq_len). keep_hidden: given the hidden states,
+    (batch, seq_len, hidden_size), of one batch after the other.
+    Returns for each distinct batch shape a list over layers of (args, kwargs) without the hidden states.
     """
-    hidden, calls = [], {}
+    calls: dict[tuple[int, ...], list[Call]] = {}
     for ids in batches:
         recorded: list[Call] = []
 
         def keep(hidden_states, args, kwargs, recorded=recorded):
             if not recorded:
-                hidden.append(hidden_states)
+                keep_hidden(hidden_states)
             recorded.append((args, kwargs))
             return hidden_states
 
@@ -98,7 +99,7 @@ def record(skeleton: Skeleton, batches: list[torch.Tensor]):
         if len(recorded) != len(skeleton.layers):
             raise CompressError(f"the model called {len(recorded)} of its {len(skeleton.layers)} decoder layers.")
         calls[tuple(ids.shape)] = recorded
-    return hidden, calls
+    return calls
 
 
 @contextmanager
@@ -214,28 +215,29 @@ class Streams:
     """The two sides of one layer's calibration.
 
     layer: gets compressed in place; dense: an untouched copy, or None when inputs are not compared.
-    hidden, dense_hidden: their inputs, one (batch, seq_len, hidden_size) per batch; the same list when both start
+    hidden, dense_hidden: their inputs, one (batch, seq_len, hidden_size) per batch; the same object when both start
     from the same states. calls: what else the layer is called with, per batch.
     """
 
     layer: nn.Module
     dense: nn.Module | None
-    hidden: list[torch.Tensor]
-    dense_hidden: list[torch.Tensor]
+    hidden: Sequence[torch.Tensor]
+    dense_hidden: Sequence[torch.Tensor]
     calls: list[Call]
 
 
 def run_layer(
-    streams: Streams, stages: list[Stage], solve: Callable[[Stage], None], clock: Clock, lockstep: bool = True
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    streams: Streams, stages: list[Stage], solve: Callable[[Stage], None], emit: Emit, clock: Clock, lockstep: bool
+) -> None:
     """Takes a layer through its stages; `solve` changes the weights of each in place.
 
-    Returns the outputs of the compressed and of the dense layer (the same list without a dense copy), one tensor
-    per batch. With lockstep False each batch is run again for every stage, and only one is alive at a time.
+    `emit` is given the outputs of the compressed and of the dense layer (one tensor twice without a dense copy), one
+    batch after the other. With lockstep False each batch is run again for every stage, and only one is alive at a
+    time.
     """
     with pauses(streams.layer, stages), pauses(streams.dense, stages) if streams.dense else nullcontext():
         run = _lockstep if lockstep else _batch_by_batch
-        return run(streams, {stage.module: stage for stage in stages}, solve, clock)
+        run(streams, {stage.module: stage for stage in stages}, solve, emit, clock)
 
 
 def _pairs(streams: Streams, number: int) -> tuple[Walk, Walk | None]:
@@ -281,7 +283,7 @@ def aligned(routed: Routed, dense: Routed) -> torch.Tensor:
     return x
 
 
-def _lockstep(streams, stages, solve, clock):
+def _lockstep(streams, stages, solve, emit, clock):
     walks = [_pairs(streams, number) for number in range(len(streams.hidden))]
     solved: set[str] = set()
     try:
@@ -297,18 +299,20 @@ def _lockstep(streams, stages, solve, clock):
                 raise CompressError(f"batches of one layer stopped at different linears: {sorted(map(str, places))}.")
             (place,) = places
             if place is None:
-                return _outputs(walks)
+                for walk, dense in walks:
+                    emit(walk.value, (dense or walk).value)
+                return
             solve(stages[place])
             solved.add(place)
     finally:
-        for walk in walks:
-            _close(walk)
+        for pair in walks:
+            _close(pair)
 
 
-def _batch_by_batch(streams, stages, solve, clock):
+def _batch_by_batch(streams, stages, solve, emit, clock):
     solved: set[str] = set()
     while True:
-        place, ended = None, []
+        place = None
         for number in range(len(streams.hidden)):
             pair = walk, dense = _pairs(streams, number)
             try:
@@ -319,29 +323,16 @@ def _batch_by_batch(streams, stages, solve, clock):
                     same = dense is None or (not solved and streams.hidden is streams.dense_hidden)
                     _collect(stages[place], walk, dense, same, clock)
                 else:
-                    ended.append((walk, dense))
+                    emit(walk.value, (dense or walk).value)
             finally:
                 _close(pair)
         if place is None:
-            return _outputs(ended)
+            return
         solve(stages[place])
         solved.add(place)
-
-
-def _outputs(walks):
-    out = [walk.value for walk, _ in walks]
-    return out, [dense.value for _, dense in walks] if walks[0][1] else out
 
 
 def _close(pair) -> None:
     for walk in pair:
         if walk is not None:
             walk.close()
-
-
-def check_finite(hidden: list[torch.Tensor], where: str) -> None:
-    """Raises NumericalFailure naming `where` when hidden states hold NaN or Inf."""
-    if not all(h.isfinite().all() for h in hidden):
-        raise NumericalFailure(
-            f"the hidden states after {where} hold NaN or Inf; use a bfloat16 or float32 model, check its weights."
-        )

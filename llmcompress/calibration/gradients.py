@@ -41,9 +41,9 @@ def streamed_gradients(
     """
     read_layer = read_layer or (lambda i: skeleton.read_layer(i, device))
     count = len(skeleton.layers)
-    entering, by_shape = engine.record(skeleton, batches)
+    boundary = States(work / "00000", in_memory, device, "that enter layer 0")
+    by_shape = engine.record(skeleton, batches, lambda hidden: boundary.append(hidden.to(device)))
     calls = [engine.to_device(by_shape[tuple(ids.shape)], device) for ids in batches]
-    boundary = _store(work, 0, entering, in_memory, device)
     boundaries = []
     with torch.no_grad():
         for i in range(count):
@@ -78,13 +78,6 @@ def streamed_gradients(
     for boundary in boundaries[:last]:
         boundary.remove()
     return loss
-
-
-def _store(work: Path, i: int, hidden: list[torch.Tensor], in_memory: bool, device: str) -> States:
-    states = States(work / f"{i:05d}", in_memory, device, "that enter layer 0")
-    for tensor in hidden:
-        states.append(tensor.to(device))
-    return states
 
 
 def forward(layer: nn.Module, hidden: torch.Tensor, call: engine.Call) -> torch.Tensor:

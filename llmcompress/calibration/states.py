@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from llmcompress.checkpoint.output import sync, writing
 from llmcompress.errors import NumericalFailure
 
 KEY = "hidden"
@@ -49,9 +49,9 @@ class States(Sequence):
             )
         if self.folder is not None:
             path = self._path(self._count)
-            save_file({KEY: hidden.cpu().contiguous()}, path)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            with writing(path):
+                save_file({KEY: hidden.cpu().contiguous()}, path)
+                sync(path)
         if self.in_memory:
             self._kept.append(hidden)
         self._count += 1
@@ -75,3 +75,35 @@ class States(Sequence):
         """Deletes the files."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Boundary:
+    """What enters one decoder layer: `hidden` of the compressed stream, `dense` of the dense one.
+
+    The two are one object except where the error correction is `model`.
+    """
+
+    def __init__(self, hidden: States, dense: States, error_correction: str):
+        self.hidden, self.dense, self.error_correction = hidden, dense, error_correction
+
+    @classmethod
+    def create(
+        cls, folder: Path | None, i: int, error_correction: str, in_memory: bool, device: str = "cpu"
+    ) -> Boundary:
+        """An empty boundary in front of layer i; without a folder nothing is kept on disk."""
+        where = f"after layer {i - 1}" if i else "that enter layer 0"
+        streams = ("hidden", "dense") if error_correction == "model" else ("hidden",)
+        states = [States(folder and folder / name, in_memory, device, where) for name in streams]
+        return cls(states[0], states[-1], error_correction)
+
+    @classmethod
+    def reopen(cls, folder: Path, error_correction: str, in_memory: bool, device: str = "cpu") -> Boundary:
+        streams = ("hidden", "dense") if error_correction == "model" else ("hidden",)
+        states = [States.reopen(folder / name, in_memory, device) for name in streams]
+        return cls(states[0], states[-1], error_correction)
+
+    def emit(self, compressed: torch.Tensor, dense: torch.Tensor) -> None:
+        """Takes one batch of both streams; keeps what the next layer starts from."""
+        self.hidden.append(dense if self.error_correction == "layer" else compressed)
+        if self.dense is not self.hidden:
+            self.dense.append(dense)

@@ -150,8 +150,13 @@ class Skeleton:
         inside = {name for i in range(len(self.layers)) for name in self.layer_names(i)}
         return [name for name in self.source.files if name not in inside]
 
-    def fill_layer(self, i: int, tensors: dict[str, torch.Tensor], device: str = "cpu") -> nn.Module:
-        """Decoder layer i as a module of its own, with the values of `tensors` in the compute dtype."""
+    def fill_layer(
+        self, i: int, tensors: dict[str, torch.Tensor], device: str = "cpu", copies: bool = True
+    ) -> nn.Module:
+        """Decoder layer i as a module of its own, with the values of `tensors` in the compute dtype.
+
+        copies False: shares the memory of `tensors` where dtype and device allow it, for a layer that is only read.
+        """
         layer = copy.deepcopy(self.layers[i])
         state = {}
         for name, pieces in self.places[i].items():
@@ -162,8 +167,7 @@ class Skeleton:
                 raise BadInput(
                     f"tensor {pieces[0].name} has shape {tuple(value.shape)}, the config asks for {tuple(expected)}."
                 )
-            # A copy always: the module is changed in place, the tensors are written back as they were read.
-            state[name] = value.to(device=device, dtype=self.compute_dtype, copy=True)
+            state[name] = value.to(device=device, dtype=self.compute_dtype, copy=copies)
         layer.load_state_dict(state, strict=False, assign=True)
         return layer.requires_grad_(False).to(device)
 
@@ -194,7 +198,8 @@ class Skeleton:
                 continue
             if found is None:
                 raise BadInput(f"{self.source.name} lacks the tensor {name}; fetch it again.")
-            state[name] = next(iter(self.source.read([found]).values())).to(self.compute_dtype)
+            # Mapped, not copied: of a large vocabulary's table only the rows that are looked up become resident.
+            state[name] = self.source.map(found).to(self.compute_dtype)
         self.model.load_state_dict(state, strict=False, assign=True)
         if self.tied:
             self.model.tie_weights()

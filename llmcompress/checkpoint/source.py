@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*"]
+CHUNK = 2**26
 PICKLE_HINT = (
     "pickled files can run code when opened and are refused; convert them once where they are trusted, with "
     "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR), and give NEW_DIR"
@@ -70,6 +71,11 @@ class Source:
                     tensors[name] = shard.get_tensor(name).clone()
         return tensors
 
+    def map(self, name: str) -> torch.Tensor:
+        """The named tensor, mapped from its file for as long as it lives; read only."""
+        with open_shard(self.files[name]) as shard:
+            return shard.get_tensor(name)
+
     def check(self, on_file=lambda done, total: None) -> str:
         """Reads every byte once: the sha256 over all shards. Raises BadInput on the first non-finite tensor."""
         digest = hashlib.sha256()
@@ -77,11 +83,10 @@ class Source:
         for number, path in enumerate(shards):
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-            with open_shard(path) as shard:
-                for name in list(shard.keys()):
-                    tensor = shard.get_tensor(name)
-                    if tensor.is_floating_point() and not tensor.isfinite().all():
-                        raise BadInput(f"tensor {name} of {path.name} holds NaN or Inf; repair or download it again.")
+            # One mapping per tensor: what stays mapped counts as resident, and a shard may be larger than memory.
+            for name in [name for name, file in self.files.items() if file == path]:
+                if not all(part.isfinite().all() for part in self.map(name).flatten().split(CHUNK)):
+                    raise BadInput(f"tensor {name} of {path.name} holds NaN or Inf; repair or download it again.")
             on_file(number + 1, len(shards))
         return digest.hexdigest()
 

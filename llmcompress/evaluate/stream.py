@@ -19,8 +19,9 @@ class Forward:
     def __init__(self, skeleton: Skeleton, ids: torch.Tensor):
         self.skeleton = skeleton
         self.ids = ids
-        (self.hidden,), calls = engine.record(skeleton, [ids])
-        self.calls = calls[tuple(ids.shape)]
+        entering: list[torch.Tensor] = []
+        self.calls = engine.record(skeleton, [ids], entering.append)[tuple(ids.shape)]
+        (self.hidden,) = entering
 
     @torch.no_grad()
     def through(self, i: int, layer: nn.Module) -> None:

@@ -4,6 +4,7 @@ A method module has a docstring whose first line describes it, `Options` (a froz
 option = report key, help text in the field's metadata), `NEEDS` (the statistics it wants, empty for a data-free
 method), `ERROR_CORRECTION` (its default), and
     prune(weights, stats, pattern, options, clock) -> weights
+    workspace(rows, columns, pattern, options) -> how many float32 values `prune` holds beside weights and result
 on the matrices {name: (m, n) float32} of one group of linears that share an input. Modules import torch only inside
 functions, so that listing methods is instant.
 """

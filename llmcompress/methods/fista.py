@@ -29,9 +29,9 @@ ERROR_CORRECTION = "sequential"
 @dataclass(frozen=True)
 class Options:
     warm_start: str = option("sparsegpt", "where FISTA starts", choices=("sparsegpt", "wanda", "magnitude", "dense"))
-    rounds: int = option(4, "rounds of FISTA, rounding and a new lambda; 0 keeps the warm start", least=0, most=1000)
+    rounds: int = option(3, "rounds of FISTA, rounding and a new lambda; 0 keeps the warm start", least=0, most=1000)
     patience: int = option(3, "rounds without improvement after which the search ends", least=1, most=1000)
-    iterations: int = option(12, "FISTA iterations of a round", least=1, most=10_000)
+    iterations: int = option(10, "FISTA iterations of a round", least=1, most=10_000)
     xi: float = option(0.3, "share of the error due to rounding above which lambda is raised", least=0.0, most=1.0)
     scope: str = option(
         "matrix", "unstructured only: weights compete in their row or matrix", choices=("row", "matrix")
@@ -65,6 +65,12 @@ class Problem:
         from llmcompress.solvers.fista import squared_errors
 
         return squared_errors(value, self.gram, self.target, self.floor)
+
+
+def workspace(rows: int, columns: int, pattern, options: Options) -> int:
+    """Float32 values held at once beside the weights and the result of a group, W (rows, columns)."""
+    block = rows * columns if is_coupled(pattern, options) else min(rows * columns, BLOCK)
+    return 6 * columns**2 + 10 * block
 
 
 def prune(weights: dict[str, torch.Tensor], stats, pattern, options: Options, clock) -> dict[str, torch.Tensor]:

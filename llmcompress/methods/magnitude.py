@@ -26,6 +26,11 @@ class Options:
     __post_init__ = validate
 
 
+def workspace(rows: int, columns: int, pattern, options: Options) -> int:
+    """Float32 values held at once beside the weights and the result of a group, W (rows, columns)."""
+    return 2 * rows * columns
+
+
 def prune(weights: dict[str, torch.Tensor], stats, pattern, options: Options, clock) -> dict[str, torch.Tensor]:
     """Keeps the largest |W_ij|. weights: (m, n) each; stats unused."""
     return {

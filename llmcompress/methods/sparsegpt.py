@@ -25,6 +25,11 @@ class Options:
     __post_init__ = validate
 
 
+def workspace(rows: int, columns: int, pattern, options: Options) -> int:
+    """Float32 values held at once beside the weights and the result of a group, W (rows, columns)."""
+    return 3 * columns**2 + rows * columns
+
+
 def prune(weights: dict[str, torch.Tensor], stats, pattern, options: Options, clock) -> dict[str, torch.Tensor]:
     """weights: (m, n) each; stats.gram (n, n)."""
     from llmcompress.solvers.obs import inverse_factor, sparsegpt

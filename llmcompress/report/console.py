@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import Any
 
 import rich.console
@@ -56,8 +58,9 @@ class Console:
         """Shows an event of the pipeline or of an evaluation."""
         if kind == "layer":
             self.line(
-                f"layer {data['layer'] + 1}/{data['layers']}: zeros {data['sparsity']:.2%}, hidden states "
-                f"{data['error']:.4f} from dense, {data['seconds']:.1f} s"
+                f"layer {data['layer'] + 1}/{data['layers']}: zeros {data['sparsity']:.2%}, "
+                + (f"hidden states {data['error']:.4f} from dense, " if "error" in data else "")
+                + f"{data['seconds']:.1f} s, peak {data['peak_memory'] / 2**30:.2f} GiB"
             )
             self.bar("layers", data["done"], data["layers"])
         elif kind == "note":
@@ -67,7 +70,24 @@ class Console:
         elif "done" in data:
             self.bar(kind, data["done"], data["total"])
         elif kind == "start":
-            self.line(f"{data['method']} {data['pattern']}, {data['removed']:.1%} of each linear's weights removed")
+            self.start(data)
+        elif kind == "kept":
+            again = shlex.join(["llmcompress", *(a for a in sys.argv[1:] if a != "--resume"), "--resume"])
+            print(f"{data['finished']} of {data['layers']} layers are kept; go on with: {again}", file=sys.stderr)
+
+    def start(self, data: dict[str, Any]) -> None:
+        self.line(
+            f"{data['method']} {data['pattern']}: {data['removed']:.1%} of each linear's weights go; these linears are "
+            f"{data['coverage']:.1%} of the decoder layers"
+        )
+        if data["finished"]:
+            self.line(f"resumed: {data['finished']} of {data['layers']} layers are finished already")
+        if not data["lockstep"]:
+            where = "in memory" if data["in_memory"] else "in files"
+            self.line(
+                f"memory: {data['memory_limit'] / 2**30:.2f} GiB allowed; hidden states {where}, batches one by one "
+                "(slower than all at once)"
+            )
 
     def result(self, result) -> None:
         if self.quiet:

@@ -55,7 +55,8 @@ def history(source) -> str:
     path = source.folder / MANIFEST
     if not path.is_file():
         return "No llmcompress.json: not written by llmcompress."
-    recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    recipe = manifest["recipe"]
     return (
-        f"Made from {recipe['model']} by {recipe['method']} {recipe['sparsity']} (llmcompress.json has all settings)."
+        f"Made from {manifest['model']} by {recipe['method']} {recipe['sparsity']} (llmcompress.json has all settings)."
     )
