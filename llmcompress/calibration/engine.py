@@ -168,6 +168,9 @@ class Walk:
     def close(self) -> None:
         if not self._greenlet.dead:
             self._greenlet.throw()
+        # Walk and greenlet refer to each other; left to the garbage collector they would keep their tensors for long.
+        del self._greenlet.walk
+        self._greenlet = self.value = self._stage = self._seen = None
 
     def arrive(self, stage: Stage, name: str, value: Any) -> None:
         """Called inside the layer when linear `name` is about to run on `value`."""

@@ -14,6 +14,8 @@ from llmcompress.checkpoint.source import Source
 from llmcompress.errors import BadInput
 from llmcompress.families import Family, find
 
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 class Piece(NamedTuple):
     """Rows of a parameter as a source keeps them: a whole tensor, or slice `index` of a 3-D one."""
@@ -81,16 +83,19 @@ class Skeleton:
         self.wrap_output: Callable[[torch.Tensor], Any] | None = None
 
     def _stored_dtype(self) -> torch.dtype:
-        sizes: dict[torch.dtype, int] = {}
-        for name in self.source.files:
-            if name.startswith(self.family.layers) and name.endswith("proj.weight"):
-                dtype = next(iter(self.source.read([name]).values())).dtype
-                sizes[dtype] = sizes.get(dtype, 0) + 1
-                break
-        dtype = next(iter(sizes), None) or self.source.config.dtype or torch.float32
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise BadInput(f"{self.source.name} stores {dtype}; use float32, bfloat16 or float16 weights.")
-        return dtype
+        """The one dtype of all matrices of all decoder layers, read from the files' headers."""
+        inside = self.family.layers.partition(".")[2] + "."
+        examples: dict[str, str] = {}
+        for name, (dtype, shape) in self.source.headers().items():
+            if inside in name and len(shape) > 1:
+                examples.setdefault(dtype, name)
+        if len(examples) > 1:
+            several = ", ".join(f"{name} in {dtype}" for dtype, name in examples.items())
+            raise BadInput(f"{self.source.name} mixes dtypes in its decoder layers ({several}); store it in one.")
+        for dtype in examples:
+            if dtype not in DTYPES:
+                raise BadInput(f"{self.source.name} stores {dtype}; use float32, bfloat16 or float16 weights.")
+        return DTYPES[next(iter(examples), "F32")]
 
     def _split_experts(self) -> None:
         from llmcompress.families.experts import SplitExperts
@@ -106,7 +111,9 @@ class Skeleton:
     def _find(self, name: str) -> str | None:
         """The source's name of a model parameter: some checkpoints lack the base model's prefix."""
         bare = name.removeprefix(f"{self.model.base_model_prefix}.")
-        return next((n for n in (name, bare) if n in self.source.files), None)
+        candidates = [name, bare]
+        candidates += [new + name.removeprefix(old) for old, new in self.family.renames if name.startswith(old)]
+        return next((n for n in candidates if n in self.source.files), None)
 
     def _layer_places(self, i: int) -> dict[str, list[Piece]]:
         prefix = f"{self.family.layers}.{i}."

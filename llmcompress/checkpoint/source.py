@@ -76,6 +76,16 @@ class Source:
         with open_shard(self.files[name]) as shard:
             return shard.get_tensor(name)
 
+    def headers(self) -> dict[str, tuple[str, list[int]]]:
+        """dtype, as safetensors writes it ("F32", "BF16"), and shape of every tensor, without reading any."""
+        found = {}
+        for path in sorted(set(self.files.values())):
+            with open_shard(path) as shard:
+                for name in [name for name, file in self.files.items() if file == path]:
+                    piece = shard.get_slice(name)
+                    found[name] = (piece.get_dtype(), piece.get_shape())
+        return found
+
     def check(self, on_file=lambda done, total: None) -> str:
         """Reads every byte once: the sha256 over all shards. Raises BadInput on the first non-finite tensor."""
         digest = hashlib.sha256()

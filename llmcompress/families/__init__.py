@@ -38,6 +38,7 @@ class Family:
     model_types: values of `config.model_type` it serves.
     layers: path of the list of decoder layers inside the causal language model.
     groups: linears inside a decoder layer that share one input; those a layer lacks are passed over.
+    renames: (module prefix, checkpoint prefix) pairs outside the decoder layers, where the two differ.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Family:
     layers: str
     groups: tuple[tuple[str, ...], ...]
     experts: ExpertNames | None = None
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 @cache

@@ -12,4 +12,5 @@ FAMILY = Family(
         ("mlp.dense_h_to_4h",),
         ("mlp.dense_4h_to_h",),
     ),
+    renames=(("lm_head.", "embed_out."),),
 )
