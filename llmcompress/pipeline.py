@@ -107,7 +107,6 @@ class Run:
             raise BadInput(f"--error-correction {error_correction}: use one of {', '.join(ERROR_CORRECTIONS)}.")
         options = methods.make_options(method, options)
         self.work = Work(method, options, sparsity.parse(pattern), error_correction, targets)
-        self.calibration = calibration or Calibration("self")
         self.out, self.resume, self.overwrite, self.on_event = Path(out), resume, overwrite, on_event
         self.limit = budget.parse_bytes(max_memory)
         self.workers, self.ray_address = workers, ray_address
@@ -121,6 +120,7 @@ class Run:
         self.device = pick_device(device)
         self.source: Source = open_source(model, trust_remote_code)
         self.skeleton = Skeleton(self.source)
+        self.calibration = (calibration or Calibration("self")).for_model(self.source.config)
         self.clock = Clock()
         self.layerwise = Layerwise(
             self.skeleton, self.work, choose_targets(self.skeleton, self.work), self.device, self.clock
@@ -404,8 +404,6 @@ def draw_tokens(source: Source, calibration: Calibration, device: str = "cpu") -
     """Calibration token ids for a model, int64 (samples, seq_len). Raises BadInput."""
     from llmcompress.calibration.sample import sample_from
 
-    longest = getattr(source.config, "max_position_embeddings", None)
-    if longest and calibration.seq_len > longest:
-        raise BadInput(f"--seq-len {calibration.seq_len} is longer than the model's {longest} positions.")
+    calibration = calibration.for_model(source.config)
     tokenizer = None if calibration.source == "self" else source.tokenizer()
     return calibration.tokens(tokenizer, lambda: sample_from(source, calibration, device))

@@ -49,7 +49,8 @@ CONFIGS = {
     "qwen3": lambda **over: Qwen3Config(**BASE | {"head_dim": 16} | over),
     "opt": lambda **over: OPTConfig(
         **{k: v for k, v in NO_GQA.items() if k != "intermediate_size"}
-        | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True} | over
+        | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}
+        | over
     ),  # fmt: skip
     "gemma2": lambda **over: Gemma2Config(**BASE | WINDOWED | over),
     "gemma3_text": lambda **over: Gemma3TextConfig(**BASE | WINDOWED | over),

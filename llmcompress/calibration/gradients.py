@@ -61,7 +61,7 @@ def streamed_gradients(
         with torch.enable_grad():
             logits = final_logits(skeleton, hidden)[:, :-1].float()
             part = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / predicted
-        loss += float(part)
+        loss += float(part.detach())
         above.append(torch.autograd.grad(part, hidden)[0].to(device))
     boundary.remove()
     for i in reversed(range(last, count)):

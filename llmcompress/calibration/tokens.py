@@ -23,6 +23,8 @@ HUB = {
 # Blocks are drawn from a pool this many times larger than asked, so that a huge source is not read whole.
 POOL = 32
 PIECE = 100_000
+# The field's habit; a model's maximum can be a hundred times longer and would never be filled.
+SEQ_LEN = 2048
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,15 @@ class Calibration:
     """What to calibrate on.
 
     source: a .txt, .jsonl or .parquet file, `c4`, `wikitext2`, a hub data set `OWNER/NAME[:config]`, or `self`.
-    samples: blocks of seq_len tokens, no padding, so that nothing but text enters the statistics.
+    samples: blocks of seq_len tokens (default: 2048, or the model's maximum if that is less), no padding, so that
+    nothing but text enters the statistics.
     text_field: the column that holds the text of a .jsonl, .parquet or hub row.
     ids: the tokens themselves, int64 (samples, seq_len), when they have been drawn already; see `drawn`.
     """
 
     source: str
     samples: int = 128
-    seq_len: int = 2048
+    seq_len: int | None = None
     seed: int = 0
     text_field: str = "text"
     ids: torch.Tensor | None = field(default=None, repr=False, compare=False)
@@ -45,8 +48,17 @@ class Calibration:
     def __post_init__(self):
         for name, least in (("samples", 1), ("seq_len", 8)):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise BadInput(f"--{name.replace('_', '-')} {value} is too small; use {least} or more.")
+
+    def for_model(self, config) -> Calibration:
+        """With the sequence length that suits a model. Raises BadInput when it has fewer positions than asked."""
+        longest = getattr(config, "max_position_embeddings", None)
+        if self.seq_len is None:
+            return replace(self, seq_len=min(SEQ_LEN, longest or SEQ_LEN))
+        if longest and self.seq_len > longest:
+            raise BadInput(f"--seq-len {self.seq_len} is longer than the model's {longest} positions.")
+        return self
 
     def tokens(self, tokenizer, sample: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Token ids, int64 (samples, seq_len). `sample` gives them for `self`. Raises BadInput."""

@@ -7,7 +7,7 @@ import torch
 from llmcompress.errors import NumericalFailure
 from llmcompress.sparsity import NM, Pattern
 
-MAX_DAMP_STEPS = 8
+MAX_DAMP_STEPS, LEAST_DAMP = 8, 1e-6
 
 
 def inverse_factor(gram: torch.Tensor, damp: float) -> torch.Tensor:
@@ -19,8 +19,10 @@ def inverse_factor(gram: torch.Tensor, damp: float) -> torch.Tensor:
     diagonal = gram.diagonal()
     mean = diagonal.mean().clamp(min=torch.finfo(gram.dtype).tiny)
     for step in range(MAX_DAMP_STEPS):
+        if step:
+            damp = max(10 * damp, LEAST_DAMP)
         damped = gram.clone()
-        damped.diagonal().copy_(torch.where(diagonal > 0, diagonal + damp * 10**step * mean, mean))
+        damped.diagonal().copy_(torch.where(diagonal > 0, diagonal + damp * mean, mean))
         # One name for all, so that no more than two such matrices are in memory beside the Gram matrix.
         work, failed = torch.linalg.cholesky_ex(damped)
         del damped
@@ -29,7 +31,7 @@ def inverse_factor(gram: torch.Tensor, damp: float) -> torch.Tensor:
             work, failed = torch.linalg.cholesky_ex(work, upper=True)
         if not failed and work.isfinite().all():
             return work
-    raise NumericalFailure(f"the {n} x {n} Gram matrix can't be inverted even with damping {damp * 10**step:g}")
+    raise NumericalFailure(f"the {n} x {n} Gram matrix can't be inverted even with damping {damp:g}")
 
 
 def sparsegpt(
