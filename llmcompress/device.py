@@ -16,9 +16,13 @@ def pick_device(name: str) -> str:
     try:
         kind = torch.device(name).type
     except RuntimeError:
-        raise BadInput(f"--device {name}: use cpu, cuda, cuda:N or auto.") from None
+        kind = None
+    if kind not in ("cpu", "cuda"):
+        raise BadInput(f"--device {name}: use cpu, cuda, cuda:N or auto.")
     if kind == "cuda" and not torch.cuda.is_available():
         raise BadInput(f"--device {name}: torch sees no GPU here; use cpu.")
+    if kind == "cuda" and (torch.device(name).index or 0) >= torch.cuda.device_count():
+        raise BadInput(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here, counted from 0.")
     return name
 
 

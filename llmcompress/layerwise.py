@@ -53,17 +53,19 @@ def choose_targets(skeleton: Skeleton, work: Work) -> list[set[str]]:
                 "decoder layers, such as 'mlp.*'."
             )
     chosen = []
+    unused = set(work.targets)
     for i, layer in enumerate(skeleton.layers):
         linears = linears_of(skeleton, layer)
+        unused -= {t for t in unused if any(targeted(family.layers, i, name, (t,)) for name in linears)}
         names = {name for name in linears if targeted(family.layers, i, name, work.targets)}
         for name in sorted(names):
             misfit = work.pattern.misfit(linears[name].in_features)
             if misfit:
                 raise BadInput(f"{family.layers}.{i}.{name} can't be pruned to {work.pattern}: {misfit}.")
         chosen.append(names)
-    if not any(chosen):
+    if unused:
         some = ", ".join(sorted(linears)[:4])
-        raise BadInput(f"targets {', '.join(work.targets)} match no linear; a layer has {some}, ...")
+        raise BadInput(f"target {min(unused)!r} matches no linear; a layer has {some}, ...")
     return chosen
 
 

@@ -50,6 +50,8 @@ class Calibration:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise BadInput(f"--{name.replace('_', '-')} {value} is too small; use {least} or more.")
+        if not 0 <= self.seed < 2**63:
+            raise BadInput(f"--seed {self.seed}: use 0 to 2**63 - 1.")
 
     def for_model(self, config) -> Calibration:
         """With the sequence length that suits a model. Raises BadInput when it has fewer positions than asked."""
@@ -101,6 +103,16 @@ def starts_with_bos(tokenizer) -> bool:
     return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
 
 
+def check_vocabulary(tokens: torch.Tensor, config, name: str) -> None:
+    """Raises BadInput when a tokenizer knows tokens that its model lacks."""
+    size = getattr(config, "vocab_size", None)
+    if size and int(tokens.max()) >= size:
+        raise BadInput(
+            f"{name}: its tokenizer gives token {int(tokens.max())} and its model has {size}; they don't belong "
+            "together."
+        )
+
+
 def fingerprint(tokens: torch.Tensor) -> str:
     """sha256 of the token ids."""
     return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()
@@ -111,7 +123,7 @@ def documents(source: str, text_field: str) -> Iterator[str]:
     path = Path(source)
     if path.suffix in (".txt", ".jsonl", ".parquet") or path.exists():
         if not path.is_file():
-            raise BadInput(f"calibration file {source} does not exist; give a .txt, .jsonl or .parquet file.")
+            raise BadInput(f"calibration {source} is no file; give a .txt, .jsonl or .parquet file.")
         readers = {".txt": text_pieces, ".jsonl": json_lines, ".parquet": parquet_rows}
         if path.suffix not in readers:
             raise BadInput(f"calibration file {source} must end in .txt, .jsonl or .parquet.")
@@ -123,18 +135,24 @@ def text_pieces(path: Path, text_field: str) -> Iterator[str]:
     """The file in pieces of whole lines: tokenizers slow down on one string of many megabytes."""
     piece: list[str] = []
     size = 0
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                piece.append(line)
-                size += len(line)
-                if size >= PIECE:
-                    yield "".join(piece)
-                    piece, size = [], 0
-    except UnicodeDecodeError as error:
-        raise BadInput(f"calibration file {path} is not UTF-8 text: {error}") from error
+    for line in lines(path):
+        piece.append(line)
+        size += len(line)
+        if size >= PIECE:
+            yield "".join(piece)
+            piece, size = [], 0
     if piece:
         yield "".join(piece)
+
+
+def lines(path: Path) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise BadInput(f"calibration file {path} is not UTF-8 text ({error}); convert it.") from error
+    except OSError as error:
+        raise BadInput(f"calibration file {path} can't be read: {error.strerror}.") from error
 
 
 def field_of(row: object, text_field: str, where: str) -> str:
@@ -146,15 +164,14 @@ def field_of(row: object, text_field: str, where: str) -> str:
 
 
 def json_lines(path: Path, text_field: str) -> Iterator[str]:
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise BadInput(f"{path} line {number} is not JSON: {error}") from error
-            yield field_of(row, text_field, f"{path} line {number}")
+    for number, line in enumerate(lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"{path} line {number} is not JSON: {error}.") from error
+        yield field_of(row, text_field, f"{path} line {number}")
 
 
 def parquet_rows(path: Path, text_field: str) -> Iterator[str]:
@@ -166,7 +183,7 @@ def parquet_rows(path: Path, text_field: str) -> Iterator[str]:
             for row in batch.to_pylist():
                 yield field_of(row, text_field, str(path))
     except pyarrow.ArrowInvalid as error:
-        raise BadInput(f"{path} is not a parquet file: {error}") from error
+        raise BadInput(f"{path} is not a parquet file: {error}.") from error
 
 
 def hub_rows(source: str, text_field: str) -> Iterator[str]:

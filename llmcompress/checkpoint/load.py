@@ -21,6 +21,7 @@ def load(model: str | os.PathLike, device: str = "cpu", trust_remote_code: bool 
     from transformers import AutoModelForCausalLM
 
     source = open_source(model, trust_remote_code)
+    source.check_decoder()
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             source.folder, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True

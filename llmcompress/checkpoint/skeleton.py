@@ -57,14 +57,7 @@ class Skeleton:
 
         self.source = source
         config = source.config
-        architectures = getattr(config, "architectures", None) or []
-        if getattr(config, "is_encoder_decoder", False) or (
-            architectures and not any("CausalLM" in a or "LMHead" in a for a in architectures)
-        ):
-            raise BadInput(
-                f"{source.name} is a {config.model_type} model ({', '.join(architectures)}), not a decoder-only "
-                "language model; give a ...ForCausalLM checkpoint."
-            )
+        source.check_decoder()
         if getattr(config, "quantization_config", None):
             raise BadInput(f"{source.name} is quantised; give the unquantised checkpoint.")
         self.family: Family = find(config.model_type)
@@ -170,10 +163,7 @@ class Skeleton:
             values = [tensors[p.name] if p.index is None else tensors[p.name][p.index] for p in pieces]
             value = values[0] if len(values) == 1 else torch.cat(values)
             expected = layer.get_parameter(name).shape if name in dict(layer.named_parameters()) else value.shape
-            if value.shape != expected:
-                raise BadInput(
-                    f"tensor {pieces[0].name} has shape {tuple(value.shape)}, the config asks for {tuple(expected)}."
-                )
+            check_shape(pieces[0].name, value, expected)
             state[name] = value.to(device=device, dtype=self.compute_dtype, copy=copies)
         layer.load_state_dict(state, strict=False, assign=True)
         return layer.requires_grad_(False).to(device)
@@ -206,7 +196,14 @@ class Skeleton:
             if found is None:
                 raise BadInput(f"{self.source.name} lacks the tensor {name}; fetch it again.")
             # Mapped, not copied: of a large vocabulary's table only the rows that are looked up become resident.
-            state[name] = self.source.map(found).to(self.compute_dtype)
+            value = self.source.map(found)
+            check_shape(found, value, parameter.shape)
+            state[name] = value.to(self.compute_dtype)
         self.model.load_state_dict(state, strict=False, assign=True)
         if self.tied:
             self.model.tie_weights()
+
+
+def check_shape(name: str, value: torch.Tensor, expected: torch.Size) -> None:
+    if value.shape != expected:
+        raise BadInput(f"tensor {name} has shape {tuple(value.shape)}, the config asks for {tuple(expected)}.")

@@ -41,13 +41,29 @@ class Source:
 
     @cached_property
     def config(self) -> PretrainedConfig:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         try:
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except (ValueError, OSError, KeyError) as error:
             reason = str(error).splitlines()[0]
-            raise BadInput(f"{self.name}: its config.json can't be used: {reason}") from error
+        except StrictDataclassError as error:
+            # What is wrong stands in its last line.
+            reason = str(error).splitlines()[-1].strip()
+        raise BadInput(f"{self.name}: its config.json can't be used: {reason}")
+
+    def check_decoder(self) -> None:
+        """Raises BadInput for a model that is not a decoder-only language model."""
+        config = self.config
+        architectures = getattr(config, "architectures", None) or []
+        if getattr(config, "is_encoder_decoder", False) or (
+            architectures and not any("CausalLM" in a or "LMHead" in a for a in architectures)
+        ):
+            raise BadInput(
+                f"{self.name} is a {config.model_type} model ({', '.join(architectures)}), not a decoder-only "
+                "language model; give a ...ForCausalLM checkpoint."
+            )
 
     def tokenizer(self):
         from transformers import AutoTokenizer
@@ -55,8 +71,10 @@ class Source:
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except (ValueError, OSError, KeyError, ImportError) as error:
-            reason = str(error).splitlines()[0]
-            raise BadInput(f"{self.name}: no tokenizer could be loaded from it: {reason}") from error
+            reason = str(error).splitlines()[0].rstrip(": ")
+            raise BadInput(
+                f"{self.name}: no tokenizer could be loaded from it ({reason}); put the model's tokenizer files there."
+            ) from error
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
         """The named tensors, copied out of the mapped files, which are closed again. Raises BadInput."""
