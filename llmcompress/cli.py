@@ -114,6 +114,8 @@ def prune(
     from llmcompress.report.log import JsonLog
 
     pattern = patterns.parse(sparsity)
+    if calibration is None:
+        calibration = default_source()
     out = out or f"{Path(model).stem}-{method}-{str(pattern).replace(':', 'of')}"
     with Console(quiet) as console, JsonLog(log_json) as log:
         run(
@@ -121,7 +123,7 @@ def prune(
             method=method,
             sparsity=pattern,
             out=out,
-            calibration=Calibration(calibration or default_source(), samples, seq_len, seed, text_field),
+            calibration=Calibration(calibration, samples, seq_len, seed, text_field),
             error_correction=error_correction,
             targets=targets,
             device=device,
@@ -145,7 +147,7 @@ def default_model() -> str:
 @main.command("eval")
 @click.argument("model")
 @click.option("--perplexity", "source", required=True, help="A text file, or wikitext2.")
-@click.option("--seq-len", default=2048, show_default=True, help="Window length in tokens.")
+@click.option("--seq-len", type=int, help="Window length in tokens. [default: 2048, or the model's maximum if less]")
 @click.option("--max-windows", type=click.IntRange(1), help="Stop after this many windows.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:N or auto.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the model folder's own Python code run.")

@@ -22,9 +22,9 @@ import llmcompress
 from llmcompress import budget, methods, sparsity
 from llmcompress.calibration import engine
 from llmcompress.calibration.states import Boundary, States
-from llmcompress.calibration.tokens import Calibration, fingerprint
+from llmcompress.calibration.tokens import Calibration, check_vocabulary, fingerprint
 from llmcompress.checkpoint.journal import differences
-from llmcompress.checkpoint.output import MANIFEST, SCRATCH, Output, writing
+from llmcompress.checkpoint.output import MANIFEST, SCRATCH, Output, check_target, work_folder, writing
 from llmcompress.checkpoint.skeleton import Skeleton
 from llmcompress.checkpoint.source import Source, open_shard, open_source
 from llmcompress.checkpoint.verify import verify
@@ -128,6 +128,8 @@ class Run:
 
     def go(self) -> Result:
         started = time.time()
+        # Before tokens are drawn, which may take minutes.
+        check_target(self.out, self.source, self.overwrite or self.resume)
         batches, plan = self._batches()
         if self.resume and (finished := self._finished()):
             return finished
@@ -201,7 +203,7 @@ class Run:
 
     def _resumed_tokens(self) -> torch.Tensor | None:
         """The tokens of the run to resume, where drawing them again would take long or need the network."""
-        path = self._tokens_path(self.out.absolute().with_name(f".{self.out.absolute().name}.partial"))
+        path = self._tokens_path(work_folder(self.out))
         if self.resume and path.is_file() and not Path(self.calibration.source).is_file():
             return load_file(path)["tokens"]
         return None
@@ -406,4 +408,6 @@ def draw_tokens(source: Source, calibration: Calibration, device: str = "cpu") -
 
     calibration = calibration.for_model(source.config)
     tokenizer = None if calibration.source == "self" else source.tokenizer()
-    return calibration.tokens(tokenizer, lambda: sample_from(source, calibration, device))
+    tokens = calibration.tokens(tokenizer, lambda: sample_from(source, calibration, device))
+    check_vocabulary(tokens, source.config, source.name)
+    return tokens

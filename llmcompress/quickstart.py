@@ -14,6 +14,7 @@ from typing import Any
 from llmcompress import methods
 from llmcompress.calibration.tokens import Calibration
 from llmcompress.checkpoint.load import load
+from llmcompress.checkpoint.output import check_target
 from llmcompress.checkpoint.source import open_source
 from llmcompress.errors import BadInput
 from llmcompress.evaluate.perplexity import perplexity, window_tokens
@@ -35,10 +36,12 @@ def quickstart(
     if Path(out).exists():
         raise BadInput(f"--out {out} exists; choose another folder.")
     source = open_source(model)
+    check_target(out, source, overwrite=False)
     tokenizer = source.tokenizer()
     text = text or str(resources.files("llmcompress.data") / "heldout.txt")
-    windows = window_tokens(text, tokenizer, WINDOW, MAX_WINDOWS)
-    about = f"Perplexity on {Path(text).name}, {len(windows)} windows of {WINDOW} tokens."
+    longest = getattr(source.config, "max_position_embeddings", None) or WINDOW
+    windows = window_tokens(text, tokenizer, min(WINDOW, longest), MAX_WINDOWS)
+    about = f"Perplexity on {Path(text).name}, {len(windows)} windows of {windows.shape[1]} tokens."
     on_event("note", {"text": f"{model}: measuring the dense model"})
 
     def measured(folder: str | os.PathLike, name: str, **facts: Any) -> dict[str, Any]:
@@ -50,10 +53,12 @@ def quickstart(
         return {"name": name, "perplexity": value, "bytes": opened.bytes, "text": about, **facts}
 
     rows = [measured(model, "dense", sparsity=0.0, seconds=0.0)]
-    tokens = Calibration(calibration, SAMPLES, SEQ_LEN)
+    tokens = Calibration(calibration, SAMPLES, min(SEQ_LEN, longest))
     if calibration == "self":
-        on_event("note", {"text": f"calibration: the model writes {SAMPLES} texts of {SEQ_LEN} tokens itself"})
-    with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent, prefix=".quickstart.") as work:
+        on_event("note", {"text": f"calibration: the model writes {SAMPLES} texts of {tokens.seq_len} tokens itself"})
+    # On the disk of `out`, so that the checkpoint can be moved there.
+    nearest = next(p for p in Path(out).absolute().parents if p.exists())
+    with tempfile.TemporaryDirectory(dir=nearest, prefix=".quickstart.") as work:
         # Sampled once, the same tokens for every method.
         tokens = tokens.drawn(draw_tokens(source, tokens))
         for name in reversed(methods.MODULES):
@@ -65,6 +70,7 @@ def quickstart(
             )
             rows.append(row)
             if name == "fista":
+                Path(out).parent.mkdir(parents=True, exist_ok=True)
                 folder.rename(out)
             else:
                 shutil.rmtree(folder)

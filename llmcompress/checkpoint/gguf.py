@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def convert(path: Path) -> Path:
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (ValueError, OSError, KeyError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, IndexError, NotImplementedError, RuntimeError, struct.error) as error:
         raise BadInput(f"{path} can't be read as GGUF: {str(error).splitlines()[0]}") from error
     # The weights are plain float32 now; a left-over quantizer would make save_pretrained refuse or lie.
     model.hf_quantizer = None

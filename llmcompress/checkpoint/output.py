@@ -40,9 +40,9 @@ class Output:
 
     def __init__(self, target: str | os.PathLike, source: Source, overwrite: bool, resume: bool, scratch_bytes: int):
         self.target = Path(target).absolute()
-        self.work = self.target.with_name(f".{self.target.name}.partial")
+        check_target(target, source, overwrite)
+        self.work = work_folder(target)
         self.scratch = self.work / SCRATCH
-        self._refuse_bad_target(source, overwrite)
         self._created_parents = [p for p in self.target.parents if not p.exists()]
         self.weight_map: dict[str, str] = {}
         try:
@@ -56,22 +56,6 @@ class Output:
         except BaseException:
             self.close()
             raise
-
-    def _refuse_bad_target(self, source: Source, overwrite: bool) -> None:
-        target = self.target
-        if target.exists():
-            if not overwrite:
-                raise BadInput(f"--out {target} exists; choose another folder, or replace it with --overwrite.")
-            if not target.is_dir():
-                raise BadInput(f"--out {target} is a file; choose a folder.")
-            if any(target.iterdir()) and not (target / "config.json").is_file():
-                raise BadInput(f"--out {target} holds something other than a checkpoint; it is not overwritten.")
-            resolved = source.folder.resolve()
-            if resolved == target.resolve() or target.resolve() in resolved.parents:
-                raise BadInput(f"--out {target} holds the model that is read; choose another folder.")
-        parent = next(p for p in target.parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise BadInput(f"--out {target} can't be written: no permission in {parent}; choose another folder.")
 
     def _take_lock(self) -> int:
         # On the folder itself, so that no lock file stays behind; the system drops it with the process.
@@ -180,6 +164,41 @@ class Output:
                 parent.rmdir()
             except OSError:
                 break
+
+
+def work_folder(target: str | os.PathLike) -> Path:
+    """Where a checkpoint grows: a hidden folder beside its target. Raises BadInput for a target without a name."""
+    path = Path(target).absolute()
+    if path.name in ("", ".."):
+        raise BadInput(f"--out {target} is no name of a new folder; give one.")
+    return path.with_name(f".{path.name}.partial")
+
+
+def check_target(target: str | os.PathLike, source: Source, overwrite: bool) -> None:
+    """Raises BadInput when a checkpoint can't be put at `target`; touches nothing."""
+    path, work = Path(target).absolute(), work_folder(target)
+    try:
+        work.exists()
+        stands = path.exists()
+    except OSError as error:
+        raise BadInput(f"--out {target} can't be written: {error.strerror}; choose another folder.") from error
+    if stands:
+        if not overwrite:
+            raise BadInput(f"--out {target} exists; choose another folder, or replace it with --overwrite.")
+        if not path.is_dir():
+            raise BadInput(f"--out {target} is a file; choose a folder.")
+        if any(path.iterdir()) and not (path / "config.json").is_file():
+            raise BadInput(f"--out {target} holds something other than a checkpoint; it is not overwritten.")
+        resolved = source.folder.resolve()
+        if resolved == path.resolve() or path.resolve() in resolved.parents:
+            raise BadInput(f"--out {target} holds the model that is read; choose another folder.")
+    elif path.is_symlink():
+        raise BadInput(f"--out {target} is a link to nowhere; choose another folder.")
+    parent = next(p for p in path.parents if p.exists())
+    if not parent.is_dir():
+        raise BadInput(f"--out {target} can't be written: {parent} is no folder; choose another folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise BadInput(f"--out {target} can't be written: no permission in {parent}; choose another folder.")
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:

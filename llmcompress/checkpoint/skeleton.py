@@ -71,6 +71,11 @@ class Skeleton:
         if self.family.experts:
             self._split_experts()
         self.places = [self._layer_places(i) for i in range(len(self.layers))]
+        beyond = self.layer_names(len(self.layers))
+        if beyond:
+            raise BadInput(
+                f"{source.name} holds {beyond[0]}, but its config has {len(self.layers)} layers; fetch it again."
+            )
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         # How a layer's output reaches the model, as the engine found out; None until it has.
         self.wrap_output: Callable[[torch.Tensor], Any] | None = None

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from llmcompress.calibration.tokens import SEQ_LEN, check_vocabulary
 from llmcompress.checkpoint.load import load
 from llmcompress.checkpoint.source import open_source
 from llmcompress.device import pick_device
-from llmcompress.errors import BadInput
+from llmcompress.errors import BadInput, NumericalFailure
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def read_text(source: str) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise BadInput(f"{source} is not UTF-8 text: {error}") from error
+            raise BadInput(f"{source} is not UTF-8 text ({error}); convert it.") from error
     if source != "wikitext2":
         raise BadInput(f"--perplexity {source}: no such file; give a text file or wikitext2.")
     import datasets
@@ -64,7 +65,10 @@ def read_text(source: str) -> str:
 def perplexity(
     model, windows: torch.Tensor, source: str = "", on_window: Callable[[int, int], None] = lambda done, total: None
 ) -> Perplexity:
-    """exp of the mean next-token cross-entropy, float32, of `windows` (count, seq_len) under a causal LM."""
+    """exp of the mean next-token cross-entropy, float32, of `windows` (count, seq_len) under a causal LM.
+
+    Raises NumericalFailure.
+    """
     device = next(model.parameters()).device
     total = 0.0
     for number, window in enumerate(windows):
@@ -72,20 +76,28 @@ def perplexity(
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         total += float(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
         on_window(number + 1, len(windows))
+    if not math.isfinite(total):
+        raise NumericalFailure(f"the model's output on {source or 'the text'} holds NaN or Inf: it has no perplexity.")
     mean = total / (windows.shape[0] * (windows.shape[1] - 1))
     value = math.exp(mean) if mean < 700 else math.inf
     return Perplexity(value, source, windows.shape[1], len(windows))
 
 
 def evaluate_perplexity(
-    model: str, source: str, seq_len: int, max_windows: int | None, device: str, trust_remote_code: bool,
+    model: str, source: str, seq_len: int | None, max_windows: int | None, device: str, trust_remote_code: bool,
     on_event: Callable[[str, dict], None] = lambda kind, data: None,
 ) -> Perplexity:  # fmt: skip
-    """Perplexity of the checkpoint `model` on a text file or `wikitext2`. Raises BadInput."""
+    """Perplexity of the checkpoint `model` on a text file or `wikitext2`. Raises BadInput or NumericalFailure.
+
+    seq_len: window length; default 2048, or the model's maximum if that is less.
+    """
     opened = open_source(model, trust_remote_code)
     longest = getattr(opened.config, "max_position_embeddings", None)
+    if seq_len is None:
+        seq_len = min(SEQ_LEN, longest or SEQ_LEN)
     if seq_len < 2 or (longest and seq_len > longest):
         raise BadInput(f"--seq-len {seq_len}: use 2 to {longest or 'any number of'} tokens for this model.")
     windows = window_tokens(source, opened.tokenizer(), seq_len, max_windows)
+    check_vocabulary(windows, opened.config, opened.name)
     loaded = load(opened.folder, pick_device(device), trust_remote_code)
     return perplexity(loaded, windows, source, lambda done, total: on_event("evaluate", {"done": done, "total": total}))
