@@ -93,6 +93,7 @@ def method_options(command):
 @click.option("--targets", multiple=True, help="Only these linears, as 'self_attn.*' or 'layers.0.mlp.*'; repeatable.")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:N or auto.")
 @click.option("--max-memory", help="What the process may take, as 4GiB. [default: what is free]")
+@click.option("--perplexity", help="Measure on this text file, or wikitext2, before and after.")
 @click.option("--workers", default=1, show_default=True, help="Layers at once, as Ray tasks (llmcompress[ray]).")
 @click.option("--ray-address", help="A running Ray cluster whose machines all see --model and --out.")
 @click.option("--resume", is_flag=True, help="Go on with an unfinished run at --out; the bits will be the same.")
@@ -102,7 +103,8 @@ def method_options(command):
 @method_options
 def prune(
     model, method, sparsity, out, overwrite, calibration, samples, seq_len, text_field, seed, error_correction,
-    targets, device, max_memory, workers, ray_address, resume, trust_remote_code, log_json, quiet, **options,
+    targets, device, max_memory, perplexity, workers, ray_address, resume,
+    trust_remote_code, log_json, quiet, **options,
 ) -> None:  # fmt: skip
     """Prune the linears inside a model's decoder layers."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -116,7 +118,9 @@ def prune(
     pattern = patterns.parse(sparsity)
     if calibration is None:
         calibration = default_source()
-    out = out or f"{Path(model).stem}-{method}-{str(pattern).replace(':', 'of')}"
+    # Not the stem: the names of models are full of dots.
+    name = os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
+    out = out or f"{name}-{method}-{str(pattern).replace(':', 'of')}"
     with Console(quiet) as console, JsonLog(log_json) as log:
         run(
             default_model() if model == DEFAULT_MODEL else model,
@@ -128,6 +132,7 @@ def prune(
             targets=targets,
             device=device,
             max_memory=max_memory,
+            perplexity=perplexity,
             workers=workers,
             ray_address=ray_address,
             resume=resume,

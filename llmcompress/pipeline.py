@@ -26,13 +26,15 @@ from llmcompress.calibration.tokens import Calibration, check_vocabulary, finger
 from llmcompress.checkpoint.journal import differences
 from llmcompress.checkpoint.output import MANIFEST, SCRATCH, Output, check_target, work_folder, writing
 from llmcompress.checkpoint.skeleton import Skeleton
-from llmcompress.checkpoint.source import Source, open_shard, open_source
+from llmcompress.checkpoint.source import Source, open_folder, open_shard, open_source
 from llmcompress.checkpoint.verify import verify
 from llmcompress.clock import Clock
 from llmcompress.device import pick_device
 from llmcompress.errors import BadInput, CorruptOutput
+from llmcompress.evaluate.perplexity import Perplexity, streamed_perplexity, windows_for
 from llmcompress.evaluate.stream import Forward
 from llmcompress.layerwise import ERROR_CORRECTIONS, Layerwise, Work, choose_targets
+from llmcompress.report.page import write_report
 
 # Tokens of one batch: enough to keep matrix products busy, few enough to stay in cache.
 BATCH_TOKENS = 4096
@@ -42,7 +44,8 @@ Event = Callable[[str, dict[str, Any]], None]
 
 @dataclass
 class Result:
-    """What a run did. `layers` holds one dict per decoder layer, `totals` what was counted in the written files."""
+    """What a run did. `layers` holds one dict per decoder layer, `totals` what was counted in the written files,
+    `perplexity` before and after where it was asked for."""
 
     out: Path
     pattern: str
@@ -50,6 +53,7 @@ class Result:
     totals: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    perplexity: dict[str, Any] | None = None
 
 
 def prune(
@@ -64,6 +68,7 @@ def prune(
     max_memory: str | int | None = None,
     workers: int = 1,
     ray_address: str | None = None,
+    perplexity: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -78,9 +83,10 @@ def prune(
     `model`, `off`); default: the method's. targets: patterns of linear names, as in `self_attn.*` or
     `layers.0.mlp.*`; default: every linear of every decoder layer. max_memory: bytes, or text such as "4GiB", that
     the process may take; default: what is free. workers: so many layers at once, as Ray tasks, here or on the
-    cluster at ray_address; needs error_correction `layer`, in which layers are independent. resume: go on with an
-    unfinished run of the same settings, if one stands at `out`; the bits will be those of a run that was never
-    stopped. options: the method's own.
+    cluster at ray_address; needs error_correction `layer`, in which layers are independent. perplexity: a text file
+    or `wikitext2` to measure the model on before and after. resume: go on with an unfinished run of the same
+    settings, if one stands at `out`; the bits will be those of a run that was never stopped. options: the method's
+    own.
     on_event: told "start", "check", "layer", "kept" (what a failed run leaves to be resumed) and "done".
 
     Raises BadInput before anything is written when the input can't be used, NumericalFailure naming the layer when
@@ -89,7 +95,7 @@ def prune(
     """
     run = Run(
         model, method, sparsity, out, calibration, error_correction, tuple(targets), device, max_memory, workers,
-        ray_address, resume, overwrite, trust_remote_code, on_event, options,
+        ray_address, perplexity, resume, overwrite, trust_remote_code, on_event, options,
     )  # fmt: skip
     with torch.no_grad():
         return run.go()
@@ -100,7 +106,7 @@ class Run:
 
     def __init__(
         self, model, method, pattern, out, calibration, error_correction, targets, device, max_memory, workers,
-        ray_address, resume, overwrite, trust_remote_code, on_event, options,
+        ray_address, perplexity, resume, overwrite, trust_remote_code, on_event, options,
     ):  # fmt: skip
         error_correction = error_correction or methods.find(method).ERROR_CORRECTION
         if error_correction not in ERROR_CORRECTIONS:
@@ -109,7 +115,7 @@ class Run:
         self.work = Work(method, options, sparsity.parse(pattern), error_correction, targets)
         self.out, self.resume, self.overwrite, self.on_event = Path(out), resume, overwrite, on_event
         self.limit = budget.parse_bytes(max_memory)
-        self.workers, self.ray_address = workers, ray_address
+        self.workers, self.ray_address, self.text = workers, ray_address, perplexity
         if workers < 1:
             raise BadInput(f"--workers {workers}: use 1 or more.")
         if workers > 1 and self.work.needs and error_correction != "layer":
@@ -133,9 +139,11 @@ class Run:
         batches, plan = self._batches()
         if self.resume and (finished := self._finished()):
             return finished
+        windows = windows_for(self.source, self.text, None, None) if self.text else None
         output = Output(self.out, self.source, self.overwrite, self.resume, self._scratch_bytes(batches))
         try:
             output.journal.begin(self._identity(self._check_source()))
+            before = self._perplexity(self.source, windows, output, plan)
             result = Result(output.target, str(self.work.pattern), list(output.journal.layers))
             self._layers(batches, plan, output, result)
             with self.clock("I/O"):
@@ -146,15 +154,32 @@ class Run:
                 result.totals = verify(
                     output.work, self.skeleton, self.layerwise.chosen, self.work.pattern, self.probe
                 )
+            after = self._perplexity(open_folder(output.work), windows, output, plan)
+            if windows is not None:
+                result.perplexity = {**asdict(after), "before": before.value, "after": after.value}
             result.warnings = [f"layer {facts['layer']}: {w}" for facts in result.layers for w in facts["warnings"]]
             result.seconds = {**self.clock.seconds, "total": time.time() - started}
-            output.write_json(MANIFEST, self._manifest(result, output.journal.identity))
+            manifest = self._manifest(result, output.journal.identity)
+            output.write_json(MANIFEST, manifest)
+            with writing(output.work):
+                write_report(output.work, manifest)
             output.commit()
         except BaseException as error:
             self._stop(output, error)
             raise
         self.on_event("done", {"result": result})
         return result
+
+    def _perplexity(self, source: Source, windows: torch.Tensor | None, output: Output, plan) -> Perplexity | None:
+        if windows is None:
+            return None
+        with self.clock("evaluation"):
+            skeleton = Skeleton(source)
+            skeleton.fill_others(head=True)
+            self.on_event("note", {"text": f"measuring perplexity on {self.text}, {len(windows)} windows"})
+            return streamed_perplexity(
+                skeleton, windows, self.text, output.scratch / "evaluation", self.device, plan.in_memory
+            )
 
     def _stop(self, output: Output, error: BaseException) -> None:
         """Keeps what can be resumed and says so; removes the rest."""
@@ -178,7 +203,7 @@ class Run:
         shutil.rmtree(self.out / SCRATCH, ignore_errors=True)
         result = Result(
             self.out.absolute(), str(self.work.pattern), manifest["layers"], manifest["totals"], manifest["seconds"],
-            manifest["warnings"],
+            manifest["warnings"], manifest.get("perplexity"),
         )  # fmt: skip
         self.on_event("note", {"text": f"{self.out} is finished already."})
         self.on_event("done", {"result": result})
@@ -385,6 +410,7 @@ class Run:
             "layers": result.layers,
             "seconds": result.seconds,
             "warnings": result.warnings,
+            "perplexity": result.perplexity,
         }
 
 

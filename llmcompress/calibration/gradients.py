@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llmcompress.calibration import engine
-from llmcompress.calibration.states import States
+from llmcompress.calibration.passes import calls_of, forward, through_layers
 from llmcompress.checkpoint.skeleton import Skeleton
 from llmcompress.errors import NumericalFailure
 from llmcompress.evaluate.stream import final_logits
@@ -41,18 +40,8 @@ def streamed_gradients(
     """
     read_layer = read_layer or (lambda i: skeleton.read_layer(i, device))
     count = len(skeleton.layers)
-    boundary = States(work / "00000", in_memory, device, "that enter layer 0")
-    by_shape = engine.record(skeleton, batches, lambda hidden: boundary.append(hidden.to(device)))
-    calls = [engine.to_device(by_shape[tuple(ids.shape)], device) for ids in batches]
-    boundaries = []
-    with torch.no_grad():
-        for i in range(count):
-            layer = read_layer(i)
-            boundaries.append(boundary)
-            after = States(work / f"{i + 1:05d}", in_memory, device, f"after layer {i}")
-            for number, call in enumerate(calls):
-                after.append(forward(layer, boundary[number], call[i]))
-            boundary = after
+    calls = calls_of(skeleton, batches, device)
+    *boundaries, boundary = through_layers(skeleton, batches, calls, work, read_layer, in_memory, device)
     predicted = sum(ids.shape[0] * (ids.shape[1] - 1) for ids in batches)
     loss = 0.0
     above = []
@@ -78,9 +67,3 @@ def streamed_gradients(
     for boundary in boundaries[:last]:
         boundary.remove()
     return loss
-
-
-def forward(layer: nn.Module, hidden: torch.Tensor, call: engine.Call) -> torch.Tensor:
-    """One decoder layer on one batch, (batch, seq_len, hidden_size)."""
-    args, kwargs = call
-    return engine.first_tensor(layer(hidden, *args, **kwargs))

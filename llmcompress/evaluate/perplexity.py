@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from llmcompress.calibration.passes import calls_of, through_layers
 from llmcompress.calibration.tokens import SEQ_LEN, check_vocabulary
 from llmcompress.checkpoint.load import load
-from llmcompress.checkpoint.source import open_source
+from llmcompress.checkpoint.skeleton import Skeleton
+from llmcompress.checkpoint.source import Source, open_source
 from llmcompress.device import pick_device
 from llmcompress.errors import BadInput, NumericalFailure
+from llmcompress.evaluate.stream import final_logits
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,46 @@ def perplexity(
     Raises NumericalFailure.
     """
     device = next(model.parameters()).device
+
+    def losses() -> Iterator[float]:
+        for window in windows:
+            ids = window[None].to(device)
+            yield loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+
+    return from_losses(losses(), windows, source, on_window)
+
+
+@torch.no_grad()
+def streamed_perplexity(
+    skeleton: Skeleton, windows: torch.Tensor, source: str, work: Path, device: str = "cpu", in_memory: bool = False
+) -> Perplexity:
+    """The same with one decoder layer in memory; hidden states go to the empty folder `work`.
+
+    skeleton: with all that stands outside the layers loaded, head included.
+    """
+    batches = list(windows.split(1))
+    calls = calls_of(skeleton, batches[:1], device) * len(batches)
+    read = lambda i: skeleton.read_layer(i, device)  # noqa: E731
+    last = None
+    for boundary in through_layers(skeleton, batches, calls, work, read, in_memory, device):
+        if last is not None:
+            last.remove()
+        last = boundary
+    losses = (loss_sum(final_logits(skeleton, last[i].cpu()), ids) for i, ids in enumerate(batches))
+    result = from_losses(losses, windows, source, lambda done, total: None)
+    last.remove()
+    return result
+
+
+def loss_sum(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """Sum of the next-token cross-entropies of logits (1, seq_len, vocabulary) in float32."""
+    return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum"))
+
+
+def from_losses(losses: Iterable[float], windows: torch.Tensor, source: str, on_window) -> Perplexity:
     total = 0.0
-    for number, window in enumerate(windows):
-        ids = window[None].to(device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        total += float(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    for number, loss in enumerate(losses):
+        total += loss
         on_window(number + 1, len(windows))
     if not math.isfinite(total):
         raise NumericalFailure(f"the model's output on {source or 'the text'} holds NaN or Inf: it has no perplexity.")
@@ -92,6 +130,13 @@ def evaluate_perplexity(
     seq_len: window length; default 2048, or the model's maximum if that is less.
     """
     opened = open_source(model, trust_remote_code)
+    windows = windows_for(opened, source, seq_len, max_windows)
+    loaded = load(opened.folder, pick_device(device), trust_remote_code)
+    return perplexity(loaded, windows, source, lambda done, total: on_event("evaluate", {"done": done, "total": total}))
+
+
+def windows_for(opened: Source, source: str, seq_len: int | None, max_windows: int | None) -> torch.Tensor:
+    """`window_tokens` of a length that suits the model. Raises BadInput."""
     longest = getattr(opened.config, "max_position_embeddings", None)
     if seq_len is None:
         seq_len = min(SEQ_LEN, longest or SEQ_LEN)
@@ -99,5 +144,4 @@ def evaluate_perplexity(
         raise BadInput(f"--seq-len {seq_len}: use 2 to {longest or 'any number of'} tokens for this model.")
     windows = window_tokens(source, opened.tokenizer(), seq_len, max_windows)
     check_vocabulary(windows, opened.config, opened.name)
-    loaded = load(opened.folder, pick_device(device), trust_remote_code)
-    return perplexity(loaded, windows, source, lambda done, total: on_event("evaluate", {"done": done, "total": total}))
+    return windows

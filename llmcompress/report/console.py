@@ -102,7 +102,10 @@ class Console:
             self.line(f"Warning: {warning}")
         self.line(", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items()))
         self.line(WORTH["n:m" if ":" in result.pattern else "unstructured"])
-        self.line(f"Verified and ready: {result.out}")
+        if result.perplexity:
+            before, after = result.perplexity["before"], result.perplexity["after"]
+            self.line(f"perplexity {before:.2f} before, {after:.2f} after, on {result.perplexity['source']}")
+        self.line(f"Verified and ready: {result.out} (look at report.html)")
 
     def perplexity(self, model: str, result) -> None:
         self.line(
