@@ -55,7 +55,7 @@ def test_help_of_every_command(name):
     result = run(name, "--help")
     assert result.exit_code == 0
     command = main.commands[name]
-    assert command.help.splitlines()[0] in result.stdout
+    assert command.help.splitlines()[0] in " ".join(result.stdout.split())
     for parameter in command.params:
         if parameter.param_type_name == "option":
             assert parameter.opts[0] in result.stdout
@@ -99,15 +99,15 @@ def test_methods_lists_each_with_its_options():
 
 
 @pytest.mark.parametrize(
-    ("method", "sparsity", "gone", "zeros"),
+    ("method", "sparsity", "gone", "share"),
     [
-        ("fista", "2:4", "50.0%", "50.00%"),
-        ("sparsegpt", "1:4", "75.0%", "75.00%"),
-        ("wanda", "3:4", "25.0%", "25.00%"),
-        ("magnitude", "0.375", "37.5%", "37.50%"),
+        ("fista", "2:4", "50.0%", 0.5),
+        ("sparsegpt", "1:4", "75.0%", 0.75),
+        ("wanda", "3:4", "25.0%", 0.25),
+        ("magnitude", "0.375", "37.5%", 0.375),
     ],
 )
-def test_prune_prints_what_was_measured_in_the_files(method, sparsity, gone, zeros, llama, text, tmp_path):
+def test_prune_prints_what_was_measured_in_the_files(method, sparsity, gone, share, llama, text, tmp_path):
     out = tmp_path / "out"
     result = prune(llama, out, text, method=method, sparsity=sparsity)
     assert result.exit_code == 0 and result.stderr == ""
@@ -117,7 +117,9 @@ def test_prune_prints_what_was_measured_in_the_files(method, sparsity, gone, zer
     rows = {cells[0]: cells[1:] for line in lines if len(cells := re.split(r"\s*[│┃|]\s*", line.strip("│┃| "))) == 4}
     total = sum(weight.numel() for weight in linears(llama).values())
     left = sum(int((weight == 0).sum()) for weight in linears(out).values())
-    assert rows["pruned linears"] == [f"{total:,}", f"{left:,}", zeros]
+    assert rows["pruned linears"] == [f"{total:,}", f"{left:,}", f"{left / total:.2%}"]
+    # FISTA may find that even fewer weights are worth keeping.
+    assert left == total * share or method == "fista" and total * share <= left < total * share * 1.01
     assert rows["embeddings, head, norms"][1:] == ["0", "0.00%"]
     (worth,) = [line for line in lines if line.startswith("What this changes: ")]
     assert "the file and the memory stay as large as before" in worth
@@ -329,8 +331,8 @@ def test_unknown_names_are_attribute_errors():
     assert all(getattr(llmcompress, name) for name in llmcompress.__all__)
 
 
-def test_quickstart_compares_all_methods_and_keeps_the_best_known(llama, text, tmp_path):
-    out = tmp_path / "new" / "out"
+def test_quickstart_compares_all_methods_and_keeps_the_fista_model(llama, tmp_path):
+    out, text = tmp_path / "new" / "out", tiny.write_text(tmp_path / "long.txt", 8000)
     result = run("quickstart", "--model", llama, "--out", out, "--calibration", text, "--perplexity", text)
     assert result.exit_code == 0, result.stderr
     rows = [re.split(r"\s*[│┃|]\s*", line.strip("│┃| ")) for line in result.stdout.splitlines()]
@@ -342,4 +344,5 @@ def test_quickstart_compares_all_methods_and_keeps_the_best_known(llama, text, t
     assert f"{float(shown):.2f}" == table["fista"][0]
     assert "What this changes: " in result.stdout and f"Checkpoint (FISTA): {out}" in result.stdout
     assert "10 windows of 128 tokens" in result.stdout
-    assert [p.name for p in tmp_path.iterdir()] == ["new"] and [p.name for p in (tmp_path / "new").iterdir()] == ["out"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["long.txt", "new"]
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["out"]
