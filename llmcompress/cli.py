@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import sys
-from pathlib import Path
 
 import click
 

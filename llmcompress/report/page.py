@@ -21,7 +21,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1f2933; background: #fff; m
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p { margin: .25rem 0 .75rem; max-width: 44rem; }
-img { display: block; width: 100%; height: auto; }
+img { display: block; width: 100%; max-width: 44rem; height: auto; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 dt { font-size: .8rem; color: #52606d; } dd { margin: 0; font-size: 1.25rem; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; width: 100%; }
@@ -38,7 +38,7 @@ def write_report(folder: Path, manifest: dict[str, Any]) -> None:
         figure = draw(manifest)
         if figure is not None:
             path = folder / f"report-{name}.png"
-            figure.savefig(path, dpi=160)
+            figure.savefig(path, dpi=220)
             pyplot.close(figure)
             pictures[name] = base64.b64encode(path.read_bytes()).decode()
     (folder / "report.html").write_text(page(manifest, pictures), encoding="utf-8")
@@ -112,7 +112,7 @@ def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
-def axes(width: float = 7.5, height: float = 3.0):
+def axes(width: float = 5.2, height: float = 2.6):
     """A figure without boxes and with faint horizontal lines."""
     figure, plot = pyplot.subplots(figsize=(width, height), layout="constrained")
     plot.spines[["top", "right"]].set_visible(False)
@@ -142,7 +142,7 @@ def linears_by_layer(manifest: dict[str, Any]):
         return None
     key = "error" if any("error" in f for facts in layers for f in facts["linears"].values()) else "sparsity"
     values = [[facts["linears"].get(name, {}).get(key, float("nan")) for facts in layers] for name in names]
-    figure, plot = axes(height=1.2 + 0.28 * len(names))
+    figure, plot = axes(height=1.0 + 0.26 * len(names))
     plot.grid(False)
     image = plot.imshow(values, aspect="auto", cmap="Blues", vmin=0)
     plot.set_yticks(range(len(names)), names)
@@ -156,7 +156,7 @@ def time_by_part(manifest: dict[str, Any]):
     seconds = {name: value for name, value in manifest["seconds"].items() if name != "total"}
     seconds["other"] = max(0.0, manifest["seconds"]["total"] - sum(seconds.values()))
     order = sorted(seconds, key=seconds.get)
-    figure, plot = axes(height=0.8 + 0.3 * len(order))
+    figure, plot = axes(height=0.6 + 0.26 * len(order))
     plot.grid(False)
     bars = plot.barh(order, [seconds[name] for name in order], color=ACCENT)
     plot.bar_label(bars, fmt="%.1f s", padding=4, color=INK)
@@ -170,7 +170,7 @@ def quality(manifest: dict[str, Any]):
     measured = manifest.get("perplexity")
     if not measured:
         return None
-    figure, plot = axes(height=1.6)
+    figure, plot = axes(height=1.3)
     plot.grid(False)
     bars = plot.barh(["compressed", "dense"], [measured["after"], measured["before"]], color=[ACCENT, FAINT])
     plot.bar_label(bars, fmt="%.2f", padding=4, color=INK)
