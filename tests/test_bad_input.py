@@ -265,6 +265,11 @@ CASES = [
     Case("workers_none", {"--workers": 0}, ["--workers 0", "use 1 or more"]),
     Case("workers_on_dependent_layers", {"--workers": 2, "--error-correction": "sequential"},
          ["--workers 2", "--error-correction layer"]),
+    Case("perplexity_missing", {"--perplexity": "gone.txt"}, ["gone.txt: no such file"]),
+    Case("perplexity_short", {"--perplexity": lambda b: b.file("short.txt", "w1 w2")},
+         ["short.txt holds 2 tokens", "one window of 128"]),
+    Case("perplexity_latin1", {"--perplexity": lambda b: b.file("l.txt", b"caf\xe9 " * 900)}, ["l.txt is not UTF-8"]),
+    Case("perplexity_offline", {"--perplexity": "wikitext2"}, ["wikitext2 can't be fetched"]),
     Case("log_in_file", {"--log-json": lambda b: b.file("log", "") / "x"}, ["--log-json", "can't be written"]),
 ]  # fmt: skip
 
