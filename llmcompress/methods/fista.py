@@ -99,7 +99,10 @@ def prune(weights: dict[str, torch.Tensor], stats, pattern, options: Options, cl
         value = search(problem, *warm_start(problem, dense, scale, pattern, options), pattern, options)
         if options.refit:
             with clock("refit"):
-                value = masked_refit(gram, target, value, value != 0, steps=options.refit_steps)
+                # Shrinkage may zero more than the pattern asks; the refit takes those places up again.
+                score = best.abs().masked_fill_(value != 0, torch.inf)
+                keep = mask_of(score, sizes, pattern, options.scope)
+                value = masked_refit(gram, target, value, keep, steps=options.refit_steps)
         for (name, rows), part in zip(parts, (value / scale).split(sizes), strict=True):
             result[name][rows] = part
     return result
@@ -144,10 +147,14 @@ def warm_start(problem: Problem, dense: torch.Tensor, scale: torch.Tensor, patte
 
 def round_to(value: torch.Tensor, score: torch.Tensor, rows: list[int], pattern, scope: str) -> torch.Tensor:
     """value with all but the largest scores of the pattern set to zero, each matrix on its own."""
+    return value.masked_fill(~mask_of(score, rows, pattern, scope), 0.0)
+
+
+def mask_of(score: torch.Tensor, rows: list[int], pattern, scope: str) -> torch.Tensor:
+    """What the pattern keeps of each matrix, (m, n) bool."""
     import torch
 
-    keep = torch.cat([pattern.keep(part, scope) for part in score.split(rows)])
-    return value.masked_fill(~keep, 0.0)
+    return torch.cat([pattern.keep(part, scope) for part in score.split(rows)])
 
 
 def search(problem: Problem, start: torch.Tensor, rounded: torch.Tensor, pattern, options: Options) -> torch.Tensor:
