@@ -85,7 +85,7 @@ class Skeleton:
         inside = self.family.layers.partition(".")[2] + "."
         examples: dict[str, str] = {}
         for name, (dtype, shape) in self.source.headers().items():
-            if inside in name and len(shape) > 1:
+            if inside in name and len(shape) > 1 and not name.endswith(self.family.leftovers):
                 examples.setdefault(dtype, name)
         if len(examples) > 1:
             several = ", ".join(f"{name} in {dtype}" for dtype, name in examples.items())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from llmcompress.errors import BadInput
+from llmcompress.families import find
 
 if TYPE_CHECKING:
     import torch
@@ -106,13 +107,14 @@ class Source:
 
     def check(self, on_file=lambda done, total: None) -> str:
         """Reads every byte once: the sha256 over all shards. Raises BadInput on the first non-finite tensor."""
+        leftovers = find(self.config.model_type).leftovers
         digest = hashlib.sha256()
         shards = sorted(set(self.files.values()))
         for number, path in enumerate(shards):
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
             # One mapping per tensor: what stays mapped counts as resident, and a shard may be larger than memory.
-            for name in [name for name, file in self.files.items() if file == path]:
+            for name in [name for name, file in self.files.items() if file == path and not name.endswith(leftovers)]:
                 if not all(part.isfinite().all() for part in self.map(name).flatten().split(CHUNK)):
                     raise BadInput(f"tensor {name} of {path.name} holds NaN or Inf; repair or download it again.")
             on_file(number + 1, len(shards))

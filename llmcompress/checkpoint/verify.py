@@ -74,7 +74,8 @@ def _check_pruned(where: str, weight: torch.Tensor, pattern: Pattern) -> None:
 def _compare(name: str, before: torch.Tensor, after: torch.Tensor, changed: bool) -> None:
     if before.shape != after.shape or before.dtype != after.dtype:
         raise CorruptOutput(f"tensor {name} changed from {before.dtype} {before.shape} to {after.dtype} {after.shape}.")
-    if not changed and not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
+    # Flat, because a scalar has no bytes of its own to look at.
+    if not changed and not torch.equal(*(t.flatten().view(torch.uint8) for t in (before, after))):
         raise CorruptOutput(f"tensor {name} was to stay as it is and has changed.")
 
 

@@ -39,6 +39,7 @@ class Family:
     layers: path of the list of decoder layers inside the causal language model.
     groups: linears inside a decoder layer that share one input; those a layer lacks are passed over.
     renames: (module prefix, checkpoint prefix) pairs outside the decoder layers, where the two differ.
+    leftovers: ends of names of tensors that old checkpoints hold and the model no longer reads; they are copied.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Family:
     groups: tuple[tuple[str, ...], ...]
     experts: ExpertNames | None = None
     renames: tuple[tuple[str, str], ...] = ()
+    leftovers: tuple[str, ...] = ()
 
 
 @cache

@@ -13,4 +13,6 @@ FAMILY = Family(
         ("mlp.dense_4h_to_h",),
     ),
     renames=(("lm_head.", "embed_out."),),
+    # A causal mask in bool, its -inf, and rotary frequencies: every Pythia on the hub has them.
+    leftovers=(".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq"),
 )
