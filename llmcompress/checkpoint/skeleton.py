@@ -188,25 +188,29 @@ class Skeleton:
 
     def fill_others(self, head: bool) -> None:
         """Loads what stands outside the decoder layers; the output head only when asked."""
-        state = {}
-        output = self.model.get_output_embeddings()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if name.startswith(self.family.layers + "."):
+        state, values = {}, {}
+        table = getattr(self.model.get_output_embeddings(), "weight", None)
+        outside = {
+            name: parameter
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if not name.startswith(self.family.layers + ".")
+        }
+        # A tied table may stand under either of its names, or under both, and then they need not even be equal.
+        tied = [name for name, parameter in outside.items() if self.tied and parameter is table]
+        for name, parameter in outside.items():
+            if not head and parameter is table and not self.tied:
                 continue
-            if not head and parameter is getattr(output, "weight", None) and not self.tied:
-                continue
-            found = self._find(name)
-            if found is None and self.tied and output is not None and parameter is output.weight:
-                continue
+            names = [name, *tied] if name in tied else [name]
+            found = next(filter(None, map(self._find, names)), None)
             if found is None:
                 raise BadInput(f"{self.source.name} lacks the tensor {name}; fetch it again.")
-            # Mapped, not copied: of a large vocabulary's table only the rows that are looked up become resident.
-            value = self.source.map(found)
-            check_shape(found, value, parameter.shape)
-            state[name] = value.to(self.compute_dtype)
+            if found not in values:
+                # Mapped, not copied: of a large vocabulary's table only the rows that are looked up become resident.
+                value = self.source.map(found)
+                check_shape(found, value, parameter.shape)
+                values[found] = nn.Parameter(value.to(self.compute_dtype), requires_grad=False)
+            state[name] = values[found]
         self.model.load_state_dict(state, strict=False, assign=True)
-        if self.tied:
-            self.model.tie_weights()
 
 
 def check_shape(name: str, value: torch.Tensor, expected: torch.Size) -> None:
