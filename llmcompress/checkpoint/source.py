@@ -177,8 +177,10 @@ def open_folder(folder: Path, trust_remote_code: bool = False) -> Source:
     """Lists the tensors of a checkpoint folder, sharded or single. Raises BadInput."""
     if not (folder / "config.json").is_file():
         raise BadInput(f"{folder} has no config.json; give a Hugging Face model folder.")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    # In the order of transformers: what else lies there (an adapter, the weights in another layout) is no part of it.
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    sharded = index.is_file() and not single.is_file()
+    if sharded:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             shards = sorted({str(file) for file in weight_map.values()})
@@ -189,7 +191,7 @@ def open_folder(folder: Path, trust_remote_code: bool = False) -> Source:
             raise BadInput(f"{folder}: shard {gone[0]} is listed in its index and missing; fetch it again.")
         paths = [folder / file for file in shards]
     else:
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
         if pickled:
@@ -199,7 +201,7 @@ def open_folder(folder: Path, trust_remote_code: bool = False) -> Source:
     for path in paths:
         with open_shard(path) as shard:
             files.update(dict.fromkeys(shard.keys(), path))
-    if index.is_file():
+    if sharded:
         lost = sorted(set(weight_map) - set(files))
         if lost:
             raise BadInput(f"{folder}: tensor {lost[0]} is listed in its index and in no shard.")
