@@ -137,10 +137,16 @@ class Output:
         """Renames the finished folder to the target; an overwritten one is removed after."""
         old = self.target.with_name(f".{self.target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
-        if self.target.exists():
-            self.target.rename(old)
-        self.work.rename(self.target)
-        sync(self.target.parent)
+        with writing(self.target):
+            if self.target.exists():
+                self.target.rename(old)
+            try:
+                self.work.rename(self.target)
+            except OSError:
+                if old.exists():
+                    old.rename(self.target)
+                raise
+            sync(self.target.parent)
         shutil.rmtree(old, ignore_errors=True)
         # Last: until the rename a killed run can still be resumed.
         shutil.rmtree(self.target / SCRATCH, ignore_errors=True)
@@ -189,6 +195,8 @@ def check_target(target: str | os.PathLike, source: Source, overwrite: bool) -> 
             raise BadInput(f"--out {target} is a file; choose a folder.")
         if any(path.iterdir()) and not (path / "config.json").is_file():
             raise BadInput(f"--out {target} holds something other than a checkpoint; it is not overwritten.")
+        if path.is_symlink():
+            raise BadInput(f"--out {target} is a link to {path.resolve()}; give that folder itself.")
         resolved = source.folder.resolve()
         if resolved == path.resolve() or path.resolve() in resolved.parents:
             raise BadInput(f"--out {target} holds the model that is read; choose another folder.")
