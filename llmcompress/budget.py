@@ -40,7 +40,12 @@ def resident() -> int:
 
 def peak() -> int:
     """The most bytes of this process that ever were in memory at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        # On Linux this would count what the process that started this one had in memory.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True)
