@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -23,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCABULARY = 128
@@ -47,11 +50,13 @@ CONFIGS = {
     "mistral": lambda **over: MistralConfig(**BASE | {"sliding_window": 16} | over),
     "qwen2": lambda **over: Qwen2Config(**BASE | {"tie_word_embeddings": True} | over),
     "qwen3": lambda **over: Qwen3Config(**BASE | {"head_dim": 16} | over),
+    "smollm3": lambda **over: SmolLM3Config(**BASE | {"no_rope_layer_interval": 2} | over),
     "opt": lambda **over: OPTConfig(
         **{k: v for k, v in NO_GQA.items() if k != "intermediate_size"}
         | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}
         | over
     ),  # fmt: skip
+    "gemma": lambda **over: GemmaConfig(**BASE | {"head_dim": 16} | over),
     "gemma2": lambda **over: Gemma2Config(**BASE | WINDOWED | over),
     "gemma3_text": lambda **over: Gemma3TextConfig(**BASE | WINDOWED | over),
     "phi3": lambda **over: Phi3Config(**BASE | over),
@@ -82,6 +87,20 @@ def save(family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: in
     build(family, dtype, seed, **over).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return Path(folder)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the files of a checkpoint."""
+    tensors = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def restore(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Makes `tensors` all that the single file of a checkpoint holds; returns the folder."""
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def words() -> list[str]:
