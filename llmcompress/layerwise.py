@@ -147,10 +147,11 @@ class Layerwise:
             except NumericalFailure as failure:
                 raise NumericalFailure(f"{where}: {failure} ({stats.tokens} tokens).") from failure
         for name, linear in linears.items():
-            if not pruned[name].isfinite().all():
-                raise NumericalFailure(f"{where}: {self.work.method} gave NaN or Inf.")
             # Through the stored dtype, so that later groups see the weights that will be on disk.
             stored = pruned[name].to(self.skeleton.dtype) + 0.0
+            if not stored.isfinite().all():
+                beyond = f" in {self.skeleton.dtype}" if pruned[name].isfinite().all() else ""
+                raise NumericalFailure(f"{where}: {self.work.method} gave NaN or Inf{beyond}.")
             facts["linears"][name] = measure(weights[name], stored.float(), stats)
             linear.weight.copy_(stored.to(linear.weight.dtype))
 

@@ -9,7 +9,7 @@ import torch
 
 from llmcompress.checkpoint.skeleton import Skeleton
 from llmcompress.checkpoint.source import open_folder
-from llmcompress.errors import CorruptOutput
+from llmcompress.errors import BadInput, CorruptOutput
 from llmcompress.evaluate.stream import Forward
 from llmcompress.sparsity import Pattern
 
@@ -23,26 +23,29 @@ def verify(
     pattern, without NaN, Inf or -0.0; logits of the reopened model equal to `probe`'s, which went through the layers
     in memory. Raises CorruptOutput naming the tensor.
     """
-    written = open_folder(folder, skeleton.source.trust_remote_code)
     source = skeleton.source
+    try:
+        written = open_folder(folder, source.trust_remote_code)
+        reopened = Skeleton(written)
+        reopened.fill_others(head=True)
+        forward = Forward(reopened, probe.ids)
+    except BadInput as error:
+        raise CorruptOutput(f"{folder} can't be reopened: {error}") from error
     if set(written.files) != set(source.files):
         odd = sorted(set(written.files) ^ set(source.files))
         raise CorruptOutput(f"{folder}: tensor {odd[0]} is missing or was not in the source.")
     counts = {"pruned linears": [0, 0], "other tensors in decoder layers": [0, 0], "embeddings, head, norms": [0, 0]}
-    reopened = Skeleton(written)
-    forward = Forward(_with_others(reopened), probe.ids)
     for i in range(len(skeleton.layers)):
         names = skeleton.layer_names(i)
         before, after = source.read(names), written.read(names)
-        layer = reopened.fill_layer(i, after)
-        touched = set()
-        for linear in pruned[i]:
-            touched |= {piece.name for piece in skeleton.places[i][f"{linear}.weight"]}
-            _check_pruned(f"layer {i} {linear}", layer.get_submodule(linear).weight, pattern)
+        touched = {p.name for linear in pruned[i] for p in skeleton.places[i][f"{linear}.weight"]}
         for name in names:
             kind = "pruned linears" if name in touched else "other tensors in decoder layers"
             _compare(name, before[name], after[name], changed=name in touched)
             _count(counts[kind], after[name])
+        layer = reopened.fill_layer(i, after)
+        for linear in pruned[i]:
+            _check_pruned(f"layer {i} {linear}", layer.get_submodule(linear).weight, pattern)
         forward.through(i, layer)
     for name in skeleton.other_names():
         before, after = source.read([name])[name], written.read([name])[name]
@@ -55,11 +58,6 @@ def verify(
         kind: {"parameters": total, "zeros": zeros, "sparsity": zeros / total if total else 0.0}
         for kind, (total, zeros) in counts.items()
     }
-
-
-def _with_others(skeleton: Skeleton) -> Skeleton:
-    skeleton.fill_others(head=True)
-    return skeleton
 
 
 def _check_pruned(where: str, weight: torch.Tensor, pattern: Pattern) -> None:
