@@ -15,7 +15,7 @@ from llmcompress.layerwise import Work, linears_of
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 FLOAT = 4
 # What the allocator and the libraries take on top of the tensors that are counted.
-SLACK = 200 * 2**20
+SLACK = 100 * 2**20
 
 
 def parse_bytes(text: str | int | None) -> int | None:
@@ -86,10 +86,10 @@ def plan(skeleton: Skeleton, work: Work, tokens: int, batch: int, limit: int | N
 
 
 def other_bytes(skeleton: Skeleton) -> int:
-    """What stands outside the layers: mapped from its file, and once more from the written one when it is verified."""
+    """What stands outside the layers: mapped from its file, in the compute dtype where that is another."""
     inside = sum(p.numel() for layer in skeleton.layers for p in layer.parameters())
     outside = sum(p.numel() for p in skeleton.model.parameters()) - inside
-    return outside * (skeleton.dtype.itemsize + skeleton.compute_dtype.itemsize)
+    return outside * skeleton.compute_dtype.itemsize
 
 
 def activation_bytes(skeleton: Skeleton, work: Work) -> int:

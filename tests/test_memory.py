@@ -98,6 +98,14 @@ def test_sixteen_layers_need_what_four_need(method, evaluates, options, models, 
     assert many - few < LAYER, f"{few / MIB:.0f} MiB and {many / MIB:.0f} MiB"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read from /proc")
+def test_peak_is_of_this_process_alone():
+    ballast = torch.ones(200 * MIB)
+    script = "from llmcompress import budget; print(budget.peak())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 10 * MIB < int(done.stdout) < ballast.numel() * ballast.element_size()
+
+
 @pytest.mark.parametrize("correction", ["layer", "sequential", "model", "off"])
 @pytest.mark.parametrize(("lockstep", "in_memory"), [(False, True), (False, False)])
 def test_lean_ways_give_the_same_bits(lockstep, in_memory, correction, llama, tmp_path, text, monkeypatch):

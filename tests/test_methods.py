@@ -1,5 +1,6 @@
 """Methods on one group of matrices: patterns, guards, options."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -29,6 +30,7 @@ def group(seed=0, n=32, tokens=200, noise=0.1, dead=False):
 
 def run(method, weights, stats, pattern, **options):
     module = methods.find(method)
+    stats = copy.deepcopy(stats)  # a method may use them up
     return module.prune(weights, stats, parse(pattern), methods.make_options(method, options), Clock())
 
 

@@ -83,6 +83,12 @@ class Statistics:
         """A = X^T X*, (n, n); H itself when both streams are one."""
         return self.gram if self.same else self.sums["cross"]
 
+    def take_gram(self) -> torch.Tensor:
+        """H, (n, n), for the caller to overwrite; it and A are gone here."""
+        gram = self.gram
+        self.sums.clear()
+        return gram
+
     def _whole(self, name: str) -> torch.Tensor:
         key = f"whole {name}"
         if key not in self.sums:

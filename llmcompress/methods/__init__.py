@@ -5,8 +5,8 @@ option = report key, help text in the field's metadata), `NEEDS` (the statistics
 method), `ERROR_CORRECTION` (its default), and
     prune(weights, stats, pattern, options, clock) -> weights
     workspace(rows, columns, pattern, options) -> how many float32 values `prune` holds beside weights and result
-on the matrices {name: (m, n) float32} of one group of linears that share an input. Modules import torch only inside
-functions, so that listing methods is instant.
+on the matrices {name: (m, n) float32} of one group of linears that share an input; `prune` may use up `stats`.
+Modules import torch only inside functions, so that listing methods is instant.
 """
 
 from __future__ import annotations

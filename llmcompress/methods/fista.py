@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NEEDS = frozenset({"gram", "cross"})
 DAMP = 1e-4
-# Weights solved at once where rows are independent: large enough for fast products, 64 MB in float32.
-BLOCK = 2**24
+# Weights solved at once where rows are independent: large enough for fast products, 32 MB in float32.
+BLOCK = 2**23
 # The bracket for lambda and its first value, as shares of the lambda above which a row is all zero.
 LOWEST, FIRST = 1e-6, 1e-3
 ERROR_CORRECTION = "sequential"
@@ -70,28 +70,32 @@ class Problem:
 def workspace(rows: int, columns: int, pattern, options: Options) -> int:
     """Float32 values held at once beside the weights and the result of a group, W (rows, columns)."""
     block = rows * columns if is_coupled(pattern, options) else min(rows * columns, BLOCK)
-    return 6 * columns**2 + 10 * block
+    return 4 * columns**2 + 10 * block
 
 
 def prune(weights: dict[str, torch.Tensor], stats, pattern, options: Options, clock) -> dict[str, torch.Tensor]:
-    """weights: (m_i, n) each; stats.gram H and stats.cross A, (n, n)."""
+    """weights: (m_i, n) each; stats.gram H and stats.cross A, (n, n), both used up."""
     import torch
 
     from llmcompress.solvers.fista import lipschitz
     from llmcompress.solvers.obs import inverse_factor
     from llmcompress.solvers.refit import masked_refit
 
-    diagonal = stats.gram.diagonal()
+    diagonal = stats.gram.diagonal().clone()
     energy = diagonal if options.scale else diagonal.mean().expand_as(diagonal)
     scale = torch.where(energy > 0, energy.sqrt(), 1.0)
-    gram = (stats.gram / scale).div_(scale[:, None])
-    # The pull adds ridge ||v - w||^2: a diagonal to H, a multiple of W to C.
+    # The pull adds ridge ||v - w||^2: a diagonal to H, a multiple of W to C. Targets first and in place of results:
+    # for wide layers each (n, n) matrix that is given up early counts.
+    result = {
+        name: (weight @ stats.cross).div_(scale).addcmul_(weight, scale, value=options.ridge)
+        for name, weight in weights.items()
+    }
+    gram = stats.take_gram().div_(scale).div_(scale[:, None])
     gram.diagonal().add_(options.ridge)
     factor, bound = inverse_factor(gram, DAMP), lipschitz(gram)
-    result = {name: torch.empty_like(w) for name, w in weights.items()}
     for parts in blocks(weights, is_coupled(pattern, options)):
         dense = torch.cat([weights[name][rows] for name, rows in parts])  # (m, n)
-        target = (dense @ stats.cross / scale).addcmul_(dense, scale, value=options.ridge)
+        target = torch.cat([result[name][rows] for name, rows in parts])
         best = target @ factor.T @ factor
         floor = (best * (2 * target - best @ gram)).sum(1, dtype=torch.float64)
         sizes = [len(weights[name][rows]) for name, rows in parts]
