@@ -251,3 +251,38 @@ def test_shards_can_be_read_by_others(llama, tmp_path, text):
         assert path.stat().st_mode & 0o444 == 0o444 & ~output.UMASK
     assert load_file(next((tmp_path / "out").glob("*.safetensors")))
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_that_fills_up_and_has_room_again(small_disk, deep, tmp_path, text):
+    prune(deep, tmp_path / "whole", text)
+    filler = small_disk / "filler"
+
+    def fill(kind, data):
+        if kind == "layer" and data["done"] == 3:
+            with open(filler, "wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(4096)):
+                        pass
+                except OSError:
+                    pass
+
+    with pytest.raises(CantWrite, match="can't be written: .*No space left") as error:
+        prune(deep, small_disk / "out", text, on_event=fill)
+    assert error.value.exit_code == 1 and "\n" not in str(error.value)
+    filler.unlink()
+    layers = []
+    prune(deep, small_disk / "out", text, resume=True, on_event=lambda k, data: k == "layer" and layers.append(data))
+    assert [data["layer"] for data in layers] == [3, 4, 5, 6, 7]
+    assert weights(small_disk / "out") == weights(tmp_path / "whole")
