@@ -242,6 +242,8 @@ def test_expert_that_saw_too_few_tokens_is_pruned_by_magnitude_and_reported(tmp_
             name = f"model.layers.{i}.mlp.experts.{e}.up_proj.weight"
             if torch.equal(after[name], two_of_four(before[name], before[name].abs())):
                 by_magnitude.add((str(i), str(e)))
+    # The experts are 32 wide: two tokens are enough.
+    assert {warning.split(" saw ")[1][0] for warning in result.warnings} == {"0", "1"}
     assert 20 < len(starved) < 3 * 64
     assert by_magnitude == starved
 
