@@ -4,6 +4,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Also for what tests start: tiny matrices are slower on several threads.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import tiny

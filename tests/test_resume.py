@@ -217,7 +217,7 @@ def test_full_disk_is_one_sentence_and_can_be_resumed(module, deep, tmp_path, te
 def test_signals_print_the_command_that_goes_on(sent, deep, tmp_path, text):
     command = [
         sys.executable, "-m", "llmcompress.cli", "prune", "--model", str(deep), "--calibration", str(text), "--samples",
-        "12", "--seq-len", "32", "--out", str(tmp_path / "out"), "--rounds", "200", "--patience", "200",
+        "12", "--seq-len", "32", "--out", str(tmp_path / "out"), "--rounds", "40", "--patience", "40",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
