@@ -27,12 +27,20 @@ def weights(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
+def parents(process):
+    """Numbers of the processes that a process comes from."""
+    while process > 1:
+        with open(f"/proc/{process}/stat") as file:
+            process = int(file.read().rpartition(")")[2].split()[1])
+        yield process
+
+
 def kill_a_worker():
-    """SIGKILL to the first process of this machine that is running one of our tasks."""
+    """SIGKILL to the first process that is running one of this test's tasks."""
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{entry}/cmdline", "rb") as file:
-                if b"ray::compress_layer" in file.read():
+                if b"ray::compress_layer" in file.read() and os.getpid() in parents(int(entry)):
                     os.kill(int(entry), signal.SIGKILL)
                     return True
         except OSError:
